@@ -12,6 +12,7 @@ import transformers as hf
 from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 from tokenizers.pre_tokenizers import ByteLevel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LIMIT, BLOCK = 128, 256
 CHAT = (
@@ -46,13 +47,20 @@ NAMES = {
 _SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # bytes of a block where float16 begin
 
 
-def write(path: Path, family: str = "llama", kind: str = "Q4_1", **changes: Any) -> Any:
+def write(
+    path: Path,
+    family: str = "llama",
+    kind: str = "Q4_1",
+    metadata: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
     """Write a random model.
 
     Args:
         path: of the file.
         family: of `CONFIGS`.
         kind: type of its matrices; vectors are F32.
+        metadata: more of it.
         changes: to the configuration.
 
     Returns:
@@ -64,6 +72,9 @@ def write(path: Path, family: str = "llama", kind: str = "Q4_1", **changes: Any)
     model = hf.AutoModelForCausalLM.from_config(CONFIGS[family](**sizes)).eval()
     writer = GGUFWriter(path, family)
     _describe(writer, model.config)
+    for key, value in (metadata or {}).items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(key, value)
     for name, weight in model.named_parameters():
         stem, _, what = name.rpartition(".")
         layer = stem.split(".")[2] if ".layers." in stem else None
@@ -97,7 +108,7 @@ def _describe(writer: GGUFWriter, config: Any) -> None:
     writer.add_key_length(width)
     writer.add_value_length(width)
     writer.add_rope_dimension_count(width)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    _rotate(writer, config, width)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
@@ -109,6 +120,20 @@ def _describe(writer: GGUFWriter, config: Any) -> None:
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHAT)
+
+
+def _rotate(writer: GGUFWriter, config: Any, width: int) -> None:
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "llama3":  # as llama.cpp's converter has it: factors of wavelengths
+        scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
+        plain = rope["rope_theta"] ** -(torch.arange(0, width, 2) / width)
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).float().numpy())
+    elif rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if original := rope.get("original_max_position_embeddings"):
+            writer.add_rope_scaling_orig_ctx_len(original)
 
 
 def _packed(weight: NDArray[np.float32], kind: str, rng: Any) -> NDArray[Any]:

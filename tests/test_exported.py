@@ -51,6 +51,7 @@ def test_its_facts(executor: OpenVINOExecutor) -> None:
 def _windowed(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["layer_types"] = ["full_attention", "sliding_attention"]
+    config |= {"sliding_window": 8, "use_sliding_window": True}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -70,6 +71,7 @@ def _no_cache(folder: Path) -> None:
         (_windowed, UnsupportedModelError, "sliding window"),
         (_damaged, ModelError, "cannot be read"),
         (_no_cache, UnsupportedModelError, "it has no input position_ids"),
+        (lambda folder: (folder / "config.json").unlink(), ModelError, "lacks config.json"),
     ],
 )
 def test_others_are_refused_by_name(

@@ -19,7 +19,9 @@ from forerun.errors import (
     SettingError,
     UnsupportedModelError,
 )
+from forerun.runtime import gguf as gguf_reader
 from forerun.runtime import load_model, load_tokenizer
+from forerun.runtime.generation import sampling_settings, saved_generation_config
 from forerun.runtime.gguf import locate, read
 from forerun.runtime.gguf_tokenizer import tokenizer_of
 from forerun.runtime.preview import preview
@@ -183,6 +185,11 @@ def test_where_a_file_is(file: Path, tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(file.read_bytes()[:2000])
     with pytest.raises(ModelError, match="download it again"):
         read(tmp_path / "a.gguf")
+    (tmp_path / "a.gguf").write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"it is cut short, by [0-9]+ bytes; download it again"):
+        read(tmp_path / "a.gguf")
+    (tmp_path / "sha256-0f").write_bytes(file.read_bytes())  # as Ollama stores them
+    assert locate(tmp_path / "sha256-0f") == tmp_path / "sha256-0f"
 
 
 def test_a_file_on_the_hub(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +272,7 @@ def test_states_of_named_depths(family: str, tmp_path: Path) -> None:
     assert (got - wanted).abs().max() < 5e-3 * wanted.abs().max()
 
 
-def test_what_would_be_loaded_is_said_before(file: Path) -> None:
+def test_what_would_be_loaded_is_said_before(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = preview(file)
     assert lines[0] == f"{file.name}: llama, 1 million weights"
     assert lines[1] == "files: Q4_1, 1 MB"
@@ -275,8 +282,13 @@ def test_what_would_be_loaded_is_said_before(file: Path) -> None:
     assert ": llama, " in shipped[0]
     assert shipped[1].startswith("files: BF16, ")
     assert "openvino(precision='int8') would take" in shipped[3]
-    with pytest.raises(ModelError, match="no model of safetensors, GGUF or OpenVINO"):
+    with pytest.raises(ModelError, match="no model folder at"):
         preview(file.parent / "nothing")
+    monkeypatch.setattr(gguf_reader, "SERVED", ())
+    assert (
+        "torch, weights widened to bfloat16 (2 MB): GGUF files of the architecture"
+        in (preview(file)[3])
+    )
 
 
 @pytest.mark.parametrize("damage", ["cut", "overwritten"])
@@ -296,3 +308,40 @@ def test_a_file_that_changes_does_not_change_a_model_that_runs(
     executor.run([0], [IDS], [1])  # a shape that was not run before
     executor.keep([], [])
     assert executor.run([0], [IDS[:5]], [1]).tolist() == before
+
+
+def test_a_part_of_a_model_says_how_to_join_it(tmp_path: Path) -> None:
+    with torch.no_grad():
+        write(tmp_path / "part.gguf", metadata={"split.count": 3})
+    with pytest.raises(ModelError, match="one of 3 parts of a model; join them: llama-gguf-split"):
+        read(tmp_path / "part.gguf")
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 32},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)  # fmt: skip
+def test_scaled_rotations(scaling: dict[str, Any], tmp_path: Path) -> None:
+    """Of contexts that were stretched: Llama 3's by a tensor of factors, others by metadata."""
+    with torch.no_grad():
+        model = write(tmp_path / "tiny.gguf", rope_parameters={"rope_theta": 500.0, **scaling})
+    executor = from_name(tmp_path / "tiny.gguf", threads=1)
+    got = executor.run([0], [IDS], [len(IDS)])[0].numpy()
+    wanted = logits(model, IDS)
+    assert np.abs(got - wanted).max() < 5e-3 * np.abs(wanted).max()
+    with pytest.raises(UnsupportedModelError, match="its rotations are stretched"):
+        load_model(tmp_path / "tiny.gguf", "cpu")
+
+
+def test_how_its_makers_sample(tmp_path: Path) -> None:
+    own = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
+    with torch.no_grad():
+        write(tmp_path / "tiny.gguf", metadata=own)
+    config = saved_generation_config(str(tmp_path / "tiny.gguf"))
+    assert sampling_settings(config) == {"temperature": 0.5, "top_k": 20}

@@ -25,10 +25,10 @@ from tiny import build, texts
 
 ov = pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
 
+from forerun.runtime import probe as probing  # noqa: E402
 from forerun.runtime.openvino import executor as executing  # noqa: E402
 from forerun.runtime.openvino import forms, nodes, parts, store  # noqa: E402
 from forerun.runtime.openvino import load as loading  # noqa: E402
-from forerun.runtime.openvino import probe as probing  # noqa: E402
 from forerun.runtime.openvino.core import core  # noqa: E402
 from forerun.runtime.openvino.executor import OpenVINOExecutor  # noqa: E402
 from forerun.runtime.openvino.export import Attention, export, halved  # noqa: E402
@@ -412,7 +412,7 @@ def small(executor: OpenVINOExecutor, model: Any) -> store.Stored:
 
 @pytest.mark.usefixtures("own_store")
 @pytest.mark.parametrize("damage", ["cut short", "empty", "missing", "wrong"])
-@pytest.mark.parametrize("file", ["graph.xml", "graph.bin", "facts.json", "reference.npz"])
+@pytest.mark.parametrize("file", ["graph.xml", "graph.bin", "facts.json", "reference.npy"])
 def test_a_damaged_entry_is_deleted(
     shared: OpenVINOExecutor, model: Any, file: str, damage: str
 ) -> None:

@@ -16,7 +16,7 @@ from real import smollm2
 
 pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
 
-from forerun.runtime.openvino.probe import ROUNDING
+from forerun.runtime.probe import ROUNDING
 
 PROMPTS = (
     "Write a Python function that reverses a string.",

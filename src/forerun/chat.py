@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from forerun.errors import PromptError, SettingError
+from forerun.errors import PromptError, SettingError, first_line
 
 OWN = frozenset(
     {"conversation", "chat_template", "tools", "tokenize", "return_dict", "return_tensors",
@@ -121,8 +121,8 @@ def _write(tokenizer: Any, given: Any, answer: bool = False, resume: bool = Fals
             )
         )
     except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PromptError(f"the chat template refuses these messages: {reason}") from error
+        why = first_line(error)
+        raise PromptError(f"the chat template refuses these messages: {why}") from error
 
 
 class _Fence:

@@ -96,6 +96,15 @@ def optional(package: str, extra: str) -> Any:
         raise MissingExtraError.of(package.partition(".")[0], extra) from error
 
 
+def first_line(error: BaseException) -> str:
+    """One line; what a line that ends in a colon announces belongs to it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    line = lines.pop(0) if lines else type(error).__name__
+    while line.endswith(":") and lines:
+        line = f"{line} {lines.pop(0)}"
+    return line
+
+
 def require(condition: bool, name: str, value: object, wanted: str) -> None:
     """Raise `SettingError` unless `condition`: "`name` must be `wanted`, got `value`"."""
     if not condition:

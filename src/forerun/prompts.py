@@ -192,7 +192,7 @@ class Reader:
         """For a model whose weights are not loaded; None where only loading them can tell."""
         from forerun.runtime.generation import saved_generation_config
         from forerun.runtime.load import load_tokenizer, read_config
-        from forerun.runtime.support import context_limit
+        from forerun.runtime.support import context_limit, end_of_text
 
         try:
             tokenizer = load_tokenizer(target, trust_remote_code)
@@ -203,9 +203,8 @@ class Reader:
         encodes = bool(getattr(config, "is_encoder_decoder", False))
         if wrap is None:
             sources = (tokenizer, config, saved_generation_config(str(target)))
-            ends = [getattr(part, "eos_token_id", None) for part in sources]
-            eos = [i for end in ends for i in (end if isinstance(end, list) else [end])]
-            wrap = chat.is_instruct(tokenizer, eos)
+            ends = (end_of_text(part) or () for part in sources)
+            wrap = chat.is_instruct(tokenizer, list(chain(*ends)))
         return cls(tokenizer, limit + encodes, encodes, wrap, system)
 
     def prepare(

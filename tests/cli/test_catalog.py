@@ -13,7 +13,6 @@ from typer.main import get_command
 
 from forerun import __version__
 from forerun.cli import COMMANDS, app
-from forerun.cli import MOVED as MOVED_COMMANDS
 from forerun.cli.parts import KINDS, card_lines, cards
 from forerun.cli.zoo import MOVED
 from forerun.model import DEFAULT_RULE, Model
@@ -53,8 +52,7 @@ def test_lines_of_help_begin_the_commands_own():
             own = group.commands[name].help.split("\n\n")[0]
             assert " ".join(own.split()).startswith(line.removesuffix(".")), name
             assert f"  {name} " in group.get_help(Context(group))
-    assert set(group.commands) == set(MOVED_COMMANDS) | {n for p in COMMANDS.values() for n in p}
-    assert all(group.commands[name].hidden for name in MOVED_COMMANDS)
+    assert set(group.commands) == {name for panel in COMMANDS.values() for name in panel}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from forerun.cli.shared.training_texts import GROUP, open_source
+from forerun.cli.shared.written import read_written
 from forerun.errors import SettingError
 
 WORDS = "the goats on the mountain eat grass and the boy sees them from the door of the hut "
@@ -59,13 +60,18 @@ def test_prompts_are_continued_by_the_target(train, tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     whole = train("--data", str(path), "--json", out="whole").json
     assert whole["texts"] <= GROUP + 2
-    texts = tmp_path / "whole" / "texts.jsonl"
-    first = texts.read_text(encoding="utf-8")
-    assert first.count('"goats"]') == GROUP + 3
+    texts = tmp_path / "whole" / "texts.jsonl.gz"
+    first = list(read_written(texts))
+    assert [text.family for text in first] == ["goats"] * (GROUP + 3)
     # Cut in its second group, as by an interruption: what is missing is written again, the same.
-    texts.write_text(first[: first.rindex("[[") + 9], encoding="utf-8")
+    texts.write_bytes(texts.read_bytes()[:-20])
+    with pytest.raises(SettingError, match="damaged"):
+        list(read_written(texts))
     assert train("--data", str(path), "--json", out="whole").json["kind"] == "exits"
-    assert texts.read_text(encoding="utf-8") == first
+    assert list(read_written(texts)) == first
+    # What forerun write wrote is read as it is.
+    learned = train("--data", str(texts), "--json", out="read").json
+    assert learned["texts"] == whole["texts"]
 
 
 def test_texts_in_json_lines_and_folders(train, text, tmp_path):

@@ -52,14 +52,12 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 """By panel: the module and name of each command, and its line of help."""
-MOVED = {"train-exits": "train_draft:train_exits"}  # names of before, which only say the new ones
-PASSED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 class LazyCommands(Mapping[str, Any]):
     """Commands by name; the module of one is imported when it is looked up."""
 
-    places: ClassVar = MOVED | {
+    places: ClassVar = {
         name: place for panel in COMMANDS.values() for name, (place, _) in panel.items()
     }
 
@@ -74,8 +72,7 @@ class LazyCommands(Mapping[str, Any]):
                 command: Any = typer.main.get_group(part)
             else:
                 alone = typer.Typer(add_completion=False)
-                old = name in MOVED
-                alone.command(name, hidden=old, context_settings=PASSED if old else None)(part)
+                alone.command(name)(part)
                 command = typer.main.get_command(alone)
             command.name = name
             self._loaded[name] = command

@@ -69,13 +69,15 @@ def build_memory(
     """
     require(entries >= 1, "entries", entries, "≥ 1")
     claim(output)
-    from forerun.cli.write import read_written
+    from forerun.cli.shared.written import read_written
     from forerun.drafters.memory import fingerprint
     from forerun.drafters.ngrams import NGrams
+    from forerun.training.fit import positions_of
 
     with status("reading texts"):
-        written = [(ids, given) for file in texts for ids, given in read_written(file)]
-        tokens = sum(len(ids) - given for ids, given in written)
+        documents = [text for file in texts for text in read_written(file)]
+        written = [(text.ids, text.start + 1) for text in documents]
+        tokens = sum(map(positions_of, documents))
         if not tokens:
             raise SettingError("the texts hold no written token; give files of forerun write")
         tokenizer = _tokenizer(models)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,7 +37,7 @@ def chat(
     models: Annotated[Models, Fields(Models)],
     sampling: Annotated[dict[str, Any], Fields(Sampling, SAMPLING, OWN, optional=True)],
     opened: Annotated[Chat, Fields(Chat, only=("system",))],
-    policies: Annotated[PolicyOptions, Fields(PolicyOptions, without=("exits",))],
+    policies: Annotated[PolicyOptions, Fields(PolicyOptions)],
     rounds: options.Rounds = False,
 ) -> None:
     """Talk to a model that runs ahead of itself: without --target to smollm2 if it is installed.
@@ -87,7 +88,8 @@ class Conversation:
                 elif line.strip():
                     self.ask(line)
             except (ForerunError, OSError) as error:
-                remark(f"error: {error}")
+                full = isinstance(error, PromptError) and len(self.messages) > 1
+                remark(f"error: {error}{'; /clear begins anew' if full else ''}")
             except typer.Exit:  # an answer ended with an error, which is on the terminal
                 pass
 
@@ -127,7 +129,7 @@ class Conversation:
         """Write the conversation as a line that `generate --prompt-file` takes."""
         if not path:
             raise SettingError("/save wants the name of a file")
-        with open(path, "w", encoding="utf-8") as file:
+        with Path(path).expanduser().open("w", encoding="utf-8") as file:
             file.write(json.dumps({"messages": self._opened}, ensure_ascii=False) + "\n")
 
     @property

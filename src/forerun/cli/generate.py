@@ -71,7 +71,6 @@ def generate(
     prompts = read_prompts(prompt, prompt_file)
     common = options.sampling(sampling)
     with status("loading"):
-        models = models.with_exits(policies.exits)
         how = policies.resolve(models.draft)
     learns = not compare if policies.remember is None else policies.remember
     job, prompts = models.open(prompts, common, how, batch_size, chat=chat, remember=learns)

@@ -50,7 +50,6 @@ def serve(
 
     from forerun.serve.run import serve as run
 
-    models = models.with_exits(policies.exits)
     about: dict[str, Any] = {}
 
     def load() -> tuple[Model, Config]:

@@ -18,7 +18,7 @@ from forerun.errors import SettingError, require
 from forerun.training.settings import TrainingSettings
 
 SCHEMA = 1
-OWN = "own.jsonl"  # what the target wrote, in the draft's folder
+OWN = "own.jsonl.gz"  # what the target wrote, in the draft's folder
 
 
 @options.command
@@ -30,7 +30,7 @@ def train_draft(
         dict[str, Any],
         Fields(TrainingSettings, without=("kind", "anchors"), layers=(str | None, None)),
     ],
-    which: Annotated[str | None, typer.Argument(metavar="[KIND]", show_default=False)] = None,
+    kind: Annotated[str, typer.Argument(metavar="[KIND]", show_default=False)] = "shared",
     pairs: Annotated[str | None, option("FILE")] = None,
     data: Annotated[str | None, option("PATH|builtin")] = None,
     own: Annotated[int, option("N")] = 0,
@@ -45,18 +45,18 @@ def train_draft(
     it trains longer.
 
     Args:
-        which: of targets with an encoder shared or block, a decoder on it that drafts a token or
+        kind: of targets with an encoder shared or block, a decoder on it that drafts a token or
             a block of tokens in one pass; of decoder-only ones eagle, a layer on its hidden
             states; eagle3, the same as a folder of speculators; medusa, heads on the last one;
             kangaroo, an adapter on a shallow one; exits, heads that let it stop early. Default:
             shared.
         pairs: of shared and block: pairs of texts for the target's task, lines SOURCE TAB TARGET,
             or JSON objects with "source" and "target".
-        data: of the others: a text file or a folder of .txt files; a .jsonl file of prompts, which
-            the target continues itself, or of {"text": ...}; builtin, the shipped validation
-            prompts.
+        data: of the others: a .jsonl.gz file of forerun write; a text file or a folder of .txt
+            files; a .jsonl file of prompts, which the target continues itself, or of {"text": ...};
+            builtin, the shipped validation prompts.
         own: learn from what the target itself writes for the first N sources, not from the file's
-            targets; 0 takes these. They stay in own.jsonl in the folder: copied into that of
+            targets; 0 takes these. They stay in own.jsonl.gz in the folder: copied into that of
             another draft, they are not written again.
         tokens: with --data: most positions to learn from, held-out ones included.
         held_out: texts kept apart to measure agreement; at most a fifth.
@@ -66,13 +66,18 @@ def train_draft(
     require(held_out >= 1, "held-out", held_out, "≥ 1")
     require(own >= 0, "own", own, "≥ 0")
     require(tokens >= 1, "tokens", tokens, "≥ 1")
+    if kind == "memory":
+        raise SettingError(
+            "a table for memory is not trained: forerun write has the target write texts, and "
+            "forerun build-memory counts them"
+        )
     out = Path(output)
     claim(output, folder=True)
     if training["layers"] is not None:
         from forerun.drafters.specbound import listed
 
-        training["layers"] = listed(training["layers"], which or "shared")
-    settings = TrainingSettings(which or "shared", **training)
+        training["layers"] = listed(training["layers"], kind)
+    settings = TrainingSettings(kind, **training)
     _check(settings, models.target, pairs, data)
 
     job = models.alone.load(batch_size=settings.batch or 32, chat=chat)
@@ -110,11 +115,6 @@ def train_draft(
     _show(f"{draft.step} steps, {draft.tokens:,} tokens; held out: ", measured)
     named = f"--target {models.target} " if models.target else ""
     remark(f"saved to {out}; use it with {named}--draft {out}")
-
-
-def train_exits(context: typer.Context) -> None:
-    """The name under which heads for early exits were trained before."""
-    raise SettingError("`train-exits` is `train-draft exits` now; see forerun train-draft --help")
 
 
 def _check(

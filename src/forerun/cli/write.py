@@ -1,14 +1,8 @@
-"""`forerun write`: texts of a target, to make drafts of.
-
-A line of JSON each, in gzip members that are appended whole.
-"""
+"""`forerun write`: texts of a target, to make drafts of."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,14 +12,13 @@ from forerun.cli.shared.console import progress, remark
 from forerun.cli.shared.models import Chat, Job, Models
 from forerun.cli.shared.options import Fields, option
 from forerun.cli.shared.report import claim
-from forerun.errors import GenerationError, SettingError, require
+from forerun.errors import GenerationError, require
 
 if TYPE_CHECKING:
     from forerun.engine import Completion
     from forerun.prompts import Prompt
 
 GROUP = 64  # texts that are added to the file together
-SCHEMA = "forerun_texts"  # key of the first line, which says how the others were written
 
 
 @options.command
@@ -55,6 +48,7 @@ def write(
     require(top >= 0, "top", top, "≥ 0")
     claim(output)
 
+    from forerun.cli.shared.written import Archive
     from forerun.prompts import find_prompts, seeded
     from forerun.settings import Settings
 
@@ -105,78 +99,3 @@ def _line(row: Prompt, completion: Completion) -> dict[str, Any]:
         line["top"] = [[token for token, _ in place.top] for place in completion.logprobs]
         line["logprobs"] = [[round(p, 3) for _, p in place.top] for place in completion.logprobs]
     return line
-
-
-def read_written(path: str | Path) -> Iterator[tuple[list[int], int]]:
-    """The texts of a file of `forerun write`, or of lines with `prompt_ids` and `answer_ids`: ids,
-    and how many of the first were the prompt; `SettingError` names a line that is none of these."""
-    for number, line in enumerate(_lines(path), 1):  # what is no text fails in its line
-        try:
-            text = json.loads(line)
-            if SCHEMA in text:
-                continue
-            if "ids" in text:
-                ids, given = text["ids"], text["n"]
-            else:
-                ids, given = text["prompt_ids"] + text["answer_ids"], len(text["prompt_ids"])
-            if not all(type(token) is int and token >= 0 for token in (*ids, given)):
-                raise TypeError
-        except (ValueError, KeyError, TypeError) as error:
-            raise SettingError(
-                f'{path}, line {number}: no text that a target wrote; it needs "ids" and "n", '
-                'or "prompt_ids" and "answer_ids"'
-            ) from error
-        yield ids, given
-
-
-def _lines(path: str | Path) -> Iterator[bytes]:
-    opened = gzip.open if str(path).endswith(".gz") else open
-    with opened(path, "rb") as file:
-        try:
-            yield from file
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise SettingError(f"{path} is damaged: {error}") from error
-
-
-class Archive:
-    """A file of lines that grows; what an interrupted write left unfinished is cut off. One whose
-    lines were written otherwise than `how` says is refused (`SettingError`)."""
-
-    def __init__(self, path: Path, how: dict[str, Any]) -> None:
-        self._path = path
-        self.lines: list[dict[str, Any]] = []  # what is there
-        self._read(path)
-        if not self.lines:
-            self.append([{SCHEMA: 1, **how}])
-        before = self.lines.pop(0)
-        if differing := sorted(key for key in how if before.get(key) != how[key]):
-            raise SettingError(
-                f"the texts in {path} were written with another {' and '.join(differing)}; name "
-                "another file"
-            )
-
-    def _read(self, path: Path) -> None:
-        data = path.read_bytes() if path.exists() else b""
-        kept, magic = 0, b"\x1f\x8b"
-        try:
-            if data[:2] != magic[: len(data)]:
-                raise ValueError
-            while kept < len(data):
-                member = zlib.decompressobj(wbits=31)
-                text = member.decompress(data[kept:])
-                if not member.eof:
-                    break
-                self.lines += map(dict, map(json.loads, text.splitlines()))
-                kept = len(data) - len(member.unused_data)
-        except (zlib.error, ValueError, TypeError) as error:
-            raise SettingError(f"{path} is no file of forerun write; name another") from error
-        if kept < len(data):
-            with path.open("r+b") as file:
-                file.truncate(kept)
-
-    def append(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Add lines, all or none."""
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        with self._path.open("ab") as file:
-            file.write(gzip.compress(text.encode()))
-        self.lines += lines

@@ -23,7 +23,7 @@ from forerun.drafters.memory import fingerprint as tokens_of
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError
 from forerun.runtime.base import CHUNK, LOGITS, Best, Rows
-from forerun.runtime.drafts import TOKENS, draft_folder, load_draft, spread
+from forerun.runtime.drafts import TOKENS, draft_folder, load_draft, own_draft, read_about, spread
 from forerun.runtime.eagle import (
     KIND,
     EagleHead,
@@ -173,10 +173,24 @@ class Eagle(DrafterSpec):
                 "eagle is for decoder-only targets, and this one has an encoder; use lookup, or "
                 "what forerun train-draft makes for it (shared, block)"
             )
-        path = self.path
+        path = self.path or own_draft(target.facts.name, KIND)
         if path is None and hasattr(target_tokenizer, "get_vocab"):
             path = shipped_head(target.facts.identity, tokens_of(target_tokenizer))
-        return eagle_drafter(target, draft_folder(target.facts.name, KIND, path))
+        folder = draft_folder(target.facts.name, KIND, path)
+        depths = read_about(folder, KIND).settings.get("depths")
+        if not isinstance(depths, list) or not all(isinstance(d, int) for d in depths):
+            raise SettingError(f"the draft in {folder!r} names no depths; train it again")
+        states = target.executor.tap(depths)
+        _, tensors = load_draft(
+            folder,
+            KIND,
+            lambda about, own: shapes(about, own, states.width),
+            target.executor.module(),
+            target.vocab_size,
+        )
+        head = head_of(tensors)
+        rows = head_rows(head, target, folder)
+        return EagleDrafter(target, states, head, tensors[TOKENS], rows)
 
 
 def shipped_head(identity: str, tokenizer: str = "*") -> str | None:
@@ -188,25 +202,6 @@ def shipped_head(identity: str, tokenizer: str = "*") -> str | None:
     """
     folders = HEADS.glob(f"{tokenizer}-{identity}.*") if identity else ()
     return next(map(str, folders), None)
-
-
-def eagle_drafter(target: Rows, folder: str) -> EagleDrafter:
-    """A drafter with the head in a folder; raises as `Eagle.build`."""
-    from forerun.runtime.drafts import read_about
-
-    depths = read_about(folder, KIND).settings.get("depths")
-    if not isinstance(depths, list) or not all(isinstance(d, int) for d in depths):
-        raise SettingError(f"the draft in {folder!r} names no depths; train it again")
-    states = target.executor.tap(depths)
-    _, tensors = load_draft(
-        folder,
-        KIND,
-        lambda about, own: shapes(about, own, states.width),
-        target.executor.module(),
-        target.vocab_size,
-    )
-    head = head_of(tensors)
-    return EagleDrafter(target, states, head, tensors[TOKENS], head_rows(head, target, folder))
 
 
 def head_rows(head: EagleHead, target: Rows, name: str) -> Rows:

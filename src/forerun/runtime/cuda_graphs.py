@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.errors import UnsupportedModelError
+from forerun.errors import UnsupportedModelError, first_line
 from forerun.runtime.attention import (
     additive_mask,
     folded_mask,
@@ -25,12 +25,12 @@ from forerun.runtime.base import (
     Columns,
     Executor,
     Pieces,
-    Rows,
     read_stacked,
     stacked_best,
 )
 from forerun.runtime.cache import FixedCache, cache_argument
-from forerun.runtime.support import PROVEN, check_supported, probe
+from forerun.runtime.probe import prove
+from forerun.runtime.support import PROVEN, check_supported
 from forerun.runtime.torch_executor import facts_of
 from forerun.runtime.trees import Parents, branches
 
@@ -114,7 +114,7 @@ class CudaGraphExecutor(Executor):
             self.model(input_ids=one, **self._cached)
         self.reserve(1, min(COLUMNS, self.facts.limit + 1) - 1)
         if model.config.get_text_config(decoder=True).model_type not in PROVEN:
-            probe(Rows(self), model)
+            prove(self, model)
         self.levels = COMPILED_WIDTHS if compile else WIDTHS
         self.timeable = not compile
         if not compile:
@@ -264,10 +264,9 @@ class CudaGraphExecutor(Executor):
             with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
                 return self._capture(run, inputs.to(self.device), others and others.pool)
         except RuntimeError as error:
-            line = next((s for s in str(error).splitlines() if s.strip()), type(error).__name__)
             raise UnsupportedModelError(
-                f"a pass of this model cannot be captured as a CUDA graph ({line}); use the "
-                "runtime torch"
+                f"a pass of this model cannot be captured as a CUDA graph ({first_line(error)}); "
+                "use the runtime torch"
             ) from error
 
     def _step(self, inputs: torch.Tensor, columns: int, kept: int) -> torch.Tensor:

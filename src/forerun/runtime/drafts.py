@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from forerun.errors import ForerunWarning, ModelError, SettingError
+from forerun.errors import ForerunWarning, ModelError, SettingError, first_line
 from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.packing import unmapped
 
@@ -113,8 +113,8 @@ def load_draft(
         tensors = _widened({name: unmapped(tensor) for name, tensor in mapped.items()})
         wanted = shapes(about, tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ModelError(f"cannot read the weights in {str(folder)!r}: {reason}") from error
+        why = first_line(error)
+        raise ModelError(f"cannot read the weights in {str(folder)!r}: {why}") from error
     if damaged := [n for n, t in tensors.items() if not bool(t.isfinite().all())]:
         raise ModelError(
             f"the draft in {str(folder)!r} is damaged: {damaged[0]} holds NaN or infinity; train "

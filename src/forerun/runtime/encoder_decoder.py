@@ -13,16 +13,16 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import ForerunWarning, UnsupportedModelError
 from forerun.runtime.attention import additive, hidden_columns, positions_of_columns
-from forerun.runtime.base import Executor, Facts, Pieces, Rows
+from forerun.runtime.base import Executor, Facts, Pieces
 from forerun.runtime.cache import CachedExecutor, RowCache, cache_argument
 from forerun.runtime.placement import placement_of
+from forerun.runtime.probe import prove
 from forerun.runtime.sources import CrossAttention, Encoder, SourceCache, layers_of, projections
 from forerun.runtime.support import (
     PROVEN_ENCODER_DECODER,
     check_supported,
     decoder_limit,
     end_of_text,
-    probe,
 )
 from forerun.runtime.trees import Parents, trees_of
 
@@ -83,7 +83,7 @@ class EncoderDecoderExecutor(CachedExecutor):
         if own_settings and encoder is None:
             warn_of_settings(model)
         if encoder is None and model.config.model_type not in PROVEN_ENCODER_DECODER:
-            probe(Rows(self), model)
+            prove(self, model)
 
     def module(self) -> Any:
         return self.model
@@ -214,7 +214,7 @@ def facts_of(model: Any) -> Facts:
         layers=layers,
         weights=sum(p.numel() for p in read | {head}),
         token_bytes=2 * layers * heads * width * model.dtype.itemsize,
-        eos=end_of_text(model),
+        eos=end_of_text(getattr(model, "generation_config", None)),
         precision=str(model.dtype).removeprefix("torch."),
         executor="torch",
         name=str(getattr(model, "name_or_path", "") or ""),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from forerun.errors import ModelError
+from forerun.runtime import gguf
 from forerun.runtime.base import Rows
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -17,12 +19,16 @@ def generation_config(target: Rows) -> Any:
 
 
 def saved_generation_config(name: str) -> Any:
-    """The generation_config that lies beside a model's weights; None if none does."""
+    """The generation_config that lies beside a model's weights, or what a GGUF file says instead;
+    None if there is neither."""
     from transformers import GenerationConfig
 
     try:
+        if name and (path := gguf.locate(name)):
+            own = gguf.read(path).sampling
+            return GenerationConfig(do_sample=True, **own) if own else None
         return GenerationConfig.from_pretrained(name, local_files_only=True) if name else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, ModelError):
         return None
 
 

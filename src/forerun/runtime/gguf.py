@@ -10,6 +10,7 @@ import mmap
 import struct
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from forerun.errors import ModelError
+from forerun.errors import ModelError, first_line
 from forerun.runtime.base import Facts
 from forerun.runtime.fingerprints import identity
 
@@ -26,6 +28,13 @@ _SCALARS = dict(zip(range(8), ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", 
 _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 NORM, ALIGNMENT = "output_norm.weight", 32
+ROTATIONS = "rope_freqs.weight"
+"""What wavelengths of rotations are multiplied by, as Llama 3 does from version 3.1 on."""
+SERVED = "llama", "qwen2", "qwen3"
+"""Architectures that OpenVINO runs; tests compare each with `transformers`."""
+SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+            "repetition_penalty": "penalty_repeat"}  # fmt: skip
+"""Settings of sampling, and what files call them behind `general.sampling.`."""
 TYPES = {
     0: ("F32", 4.0),
     1: ("F16", 2.0),
@@ -42,6 +51,7 @@ TYPES = {
     30: ("BF16", 2.0),
 }
 """Types of tensors by their number: the name, and bytes per weight."""
+KINDS = dict(TYPES.values())  # bytes per weight by name
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes in the file; those of unknown types count as 16 bits a weight."""
-        size = next((size for name, size in TYPES.values() if name == self.kind), 2.0)
-        return int(prod(self.shape) * size)
+        return int(prod(self.shape) * KINDS.get(self.kind, 2.0))
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ class GGUF:
     path: Path
     metadata: dict[str, Any]  # numbers, texts, and lists of them
     tensors: tuple[Tensor, ...]
-    identity: str  # see `Facts`
+    begin: int = 0  # of their bytes
 
     @property
     def architecture(self) -> str:
@@ -90,12 +99,48 @@ class GGUF:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @cached_property
+    def identity(self) -> str:
+        """See `Facts`."""
+        norm = self.floats(NORM)
+        return "" if norm is None else identity(norm)
+
+    def floats(self, name: str) -> NDArray[np.float32] | None:
+        """The numbers of a tensor in F32; None if there is none of this name."""
+        own = next((t for t in self.tensors if t.name == name and t.kind == "F32"), None)
+        if own is None:
+            return None
+        return np.fromfile(self.path, "<f4", prod(own.shape), offset=self.begin + own.offset)
+
     @property
     def eos(self) -> frozenset[int] | None:
         """Ids that end a text or a turn; None if the file names none."""
         names = ("eos", "eot", "eom")
         ids = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
         return frozenset(i for i in ids if i is not None) or None
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """How its makers would sample, as fields of `Sampling`; empty if the file does not say."""
+        named = {k: self.metadata.get(f"general.sampling.{name}") for k, name in SAMPLING.items()}
+        return {k: value for k, value in named.items() if value is not None}
+
+    @property
+    def refusal(self) -> str | None:
+        """Why OpenVINO does not run it, and the way out; None if it does."""
+        if self.architecture not in SERVED:
+            return (
+                f"GGUF files of the architecture {self.architecture!r} are not served by openvino "
+                f"(served: {', '.join(SERVED)}); use the runtime torch, or the model's safetensors"
+            )
+        if self.get("expert_count"):
+            return "a mixture of experts is not served by openvino; use the runtime torch"
+        if odd := sorted({t.kind for t in self.tensors} - set(KINDS)):
+            return (
+                f"its weights are of {', '.join(odd)}, which is not served; use a file in Q4_K_M, "
+                "Q6_K or Q8_0"
+            )
+        return None
 
     def facts(self) -> Facts:
         """What there is to know of its model; `ModelError` if the metadata lacks what every model
@@ -128,12 +173,19 @@ class GGUF:
 def read(path: Path) -> GGUF:
     """Read what comes before the weights; `ModelError` if it is no GGUF file, or cut short."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).file(path)
+        with path.open("rb") as raw, mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            file = _Reader(data).file(path)
     except (OSError, ValueError, struct.error, KeyError, IndexError) as error:
         raise ModelError(
             f"{str(path)!r} cannot be read as a GGUF file: {error}; download it again"
         ) from error
+    parts = file.metadata.get("split.count")
+    if isinstance(parts, int) and parts > 1:
+        raise ModelError(
+            f"{str(path)!r} is one of {parts} parts of a model; join them: "
+            "llama-gguf-split --merge FIRST_PART.gguf WHOLE.gguf"
+        )
+    return file
 
 
 class _Reader:
@@ -150,13 +202,12 @@ class _Reader:
             raise ValueError(f"its version is {version}, not 2 or 3")
         metadata = {self._text(): self._value(*self._unpack("<I")) for _ in range(pairs)}
         listed = tuple(self._tensors(tensors))
-        norm = next((t for t in listed if t.name == NORM and t.kind == "F32"), None)
-        if norm is None:
-            return GGUF(path, metadata, listed, "")
         step = metadata.get("general.alignment", ALIGNMENT)
-        begin = -(-self.at // step) * step + norm.offset
-        weights = np.frombuffer(self.data[begin : begin + norm.nbytes], "<f4")
-        return GGUF(path, metadata, listed, identity(weights))
+        begin = -(-self.at // step) * step
+        last = max((t.offset + t.nbytes for t in listed if t.kind in KINDS), default=0)
+        if begin + last > len(self.data):
+            raise ValueError(f"it is cut short, by {begin + last - len(self.data)} bytes")
+        return GGUF(path, metadata, listed, begin)
 
     def _tensors(self, count: int) -> Iterator[Tensor]:
         for _ in range(count):
@@ -198,21 +249,20 @@ def locate(name: str | Path) -> Path | None:
     """The GGUF file that a name means, or None if it means none.
 
     Args:
-        name: a file, a folder that holds one and no config.json, or ``hub-id:file.gguf``.
+        name: a file, a folder that holds one and no other weights, or ``hub-id:file.gguf``.
 
     Raises:
         ModelError: no such file, a folder with several, or a file that cannot be downloaded.
     """
     text = str(name)
-    try:
+    named = text.lower().endswith(".gguf")
+    with suppress(OSError, ValueError, RuntimeError):  # no name of a file
         path = Path(text).expanduser()
         if path.is_dir():
             return _in_folder(path)
-        if not text.lower().endswith(".gguf"):
-            return None
-        if path.is_file():
+        if path.is_file() and (named or _begins_so(path)):
             return path
-    except (OSError, ValueError, RuntimeError):  # no name of a file
+    if not named:
         return None
     hub, colon, file = text.rpartition(":")
     if colon and hub.count("/") <= 1 and not hub.startswith((".", "/", "~")):
@@ -220,9 +270,15 @@ def locate(name: str | Path) -> Path | None:
     raise ModelError(f"no GGUF file at {text!r}; give a file, a folder or hub-id:file.gguf")
 
 
+def _begins_so(path: Path) -> bool:
+    """Whether it is one by its content: others store them under names of their own."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
 def _in_folder(folder: Path) -> Path | None:
-    """The only GGUF file of a folder that holds no other model."""
-    if (folder / "config.json").is_file():
+    """The only GGUF file of a folder that holds no other weights."""
+    if any(folder.glob("*.safetensors")) or any(folder.glob("openvino*.xml")):
         return None
     files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:
@@ -238,5 +294,4 @@ def _download(hub: str, file: str) -> Path:
     try:
         return Path(hf_hub_download(hub, file))
     except Exception as error:  # whatever a network does
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"cannot get {file!r} of {hub!r}: {line}") from error
+        raise ModelError(f"cannot get {file!r} of {hub!r}: {first_line(error)}") from error

@@ -27,6 +27,11 @@ SPLITS = {
     "llama-bpe": (_CL100K.format(digits="{1,3}"),),
 }
 """Rules by which text is split before byte pairs are merged, by `tokenizer.ggml.pre`."""
+SAME = {
+    "deepseek-r1-qwen": "qwen2",
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), "llama-bpe"),
+}
+"""Other names of these."""
 _NORMAL, _CONTROL, _USER, _BYTE = 1, 3, 4, 6  # types of tokens
 
 
@@ -57,7 +62,8 @@ def tokenizer_of(file: GGUF) -> Any:
         place = metadata.get(f"{key}_token_id")
         if place is not None and place < len(tokens):
             named[f"{name}_token"] = tokens[place]
-    if metadata.get("add_bos_token", kind == "llama") and "bos_token" in named:
+    begins = kind == "llama" or _rule(metadata) == "llama-bpe"  # where the file does not say
+    if metadata.get("add_bos_token", begins) and "bos_token" in named:
         bos = named["bos_token"]
         tokenizer.post_processor = TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, metadata["bos_token_id"])]
@@ -71,9 +77,14 @@ def tokenizer_of(file: GGUF) -> Any:
     )
 
 
+def _rule(metadata: dict[str, Any]) -> str:
+    rule = str(metadata.get("pre", "gpt-2"))
+    return SAME.get(rule, rule)
+
+
 def _byte_pairs(metadata: dict[str, Any], name: str) -> Tokenizer:
     """Byte pairs over text that a rule has split."""
-    rule = metadata.get("pre", "gpt-2")
+    rule = _rule(metadata)
     if rule not in SPLITS:
         raise UnsupportedModelError(
             f"{name}: its text is split by the rule {rule!r}, which is not known here (known: "

@@ -21,6 +21,7 @@ from forerun.errors import (
     ModelError,
     SettingError,
     UnsupportedModelError,
+    first_line,
 )
 from forerun.runtime import gguf
 from forerun.runtime.packing import unmapped
@@ -54,7 +55,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
     except Exception as error:  # torch raises whatever a backend does
-        reason = _first_line(error)
+        reason = first_line(error)
         raise SettingError(f"device {str(device)!r} cannot be used: {reason}") from error
     return resolved
 
@@ -92,7 +93,7 @@ def load_model(
             f"{str(name)!r} holds an exported OpenVINO model, which the runtime openvino runs"
         )
     if path is None:
-        _check_path(name)
+        check_path(name)
     else:
         widened = wanted or torch.bfloat16
         options = {"dtype": widened, "gguf_file": path.name}
@@ -127,6 +128,8 @@ def _pretrained(name: str | Path, trusted: bool, options: dict[str, Any]) -> Any
     config = AutoConfig.from_pretrained(str(name), **named)
     if reason := refusal(config, encoders=True):
         raise UnsupportedModelError(f"{config.model_type} models cannot run here: {reason}")
+    if reason := _quantised(getattr(config, "quantization_config", None)):
+        raise UnsupportedModelError(f"{str(name)!r} {reason}")
     if "gguf_file" not in options:
         _check_generation_config(name)
     encodes = getattr(config, "is_encoder_decoder", False)
@@ -147,6 +150,12 @@ def _warn_of_widening(path: Path, dtype: torch.dtype) -> None:
     if find_spec("gguf") is None or find_spec("accelerate") is None:
         raise MissingExtraError.of("gguf", "gguf")
     file, kind = gguf.read(path), str(dtype).removeprefix("torch.")
+    scaled = file.get("rope.scaling.type", "none") != "none"
+    if scaled or file.floats(gguf.ROTATIONS) is not None:
+        raise UnsupportedModelError(
+            f"{path.name}: its rotations are stretched, which PyTorch is not told of; use the "
+            "runtime openvino, or the model's safetensors"
+        )
     if {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(file.kind) != kind:
         warnings.warn(
             f"{path.name}: PyTorch widens its {file.kind} weights to {kind}, "
@@ -169,9 +178,9 @@ def _why(error: Exception) -> str:
     if str(error).startswith("Unrecognized configuration class"):
         return "it is not a language model that writes text; use a decoder-only model"
     if isinstance(error, (OSError, ValueError, KeyError, RuntimeError)):
-        return _first_line(error)
+        return first_line(error)
     kind = "" if "alidation error" in str(error) else f"{type(error).__name__}: "
-    return f"its config.json cannot be right ({kind}{_first_line(error)})"
+    return f"its config.json cannot be right ({kind}{first_line(error)})"
 
 
 def _check_complete(name: str | Path, report: Mapping[str, Any]) -> None:
@@ -227,7 +236,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
         from forerun.runtime.gguf_tokenizer import tokenizer_of
 
         return tokenizer_of(gguf.read(path))
-    _check_path(name)
+    check_path(name)
     try:
         tokenizer = _plain_tokenizer(name)
         if tokenizer is None:
@@ -242,7 +251,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
                 "tokenizer's files there from the model it was made from"
             ) from error
         raise ModelError(
-            f"cannot load the tokenizer of {str(name)!r}: {_first_line(error)}"
+            f"cannot load the tokenizer of {str(name)!r}: {first_line(error)}"
         ) from error
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     return tokenizer
@@ -257,7 +266,9 @@ def read_config(name: str | Path, trust_remote_code: bool = False) -> Any:
     if path := gguf.locate(name):
         from transformers import PreTrainedConfig
 
-        return PreTrainedConfig(max_position_embeddings=gguf.read(path).facts().limit)
+        facts = gguf.read(path).facts()
+        ends = sorted(facts.eos or ())
+        return PreTrainedConfig(max_position_embeddings=facts.limit, eos_token_id=ends)
     if _is_plain_llama(name):
         from transformers import PreTrainedConfig
 
@@ -323,7 +334,27 @@ def exported(name: str | Path) -> Path | None:
     return None
 
 
-def _check_path(name: str | Path) -> None:
+def checkpoint_files(name: str | Path) -> list[Path]:
+    """Configuration and weights of a model that is on this machine, else nothing."""
+    here = Path(name).expanduser()
+    if not here.is_dir():
+        from transformers.utils import cached_file
+
+        try:
+            cached = cached_file(str(name), "config.json", local_files_only=True)
+        except (OSError, ValueError):
+            return []
+        if cached is None:
+            return []
+        here = Path(cached).parent
+    weights = list(here.glob("*.safetensors"))
+    config = here / "config.json"
+    good = weights and config.is_file()
+    return [config, *here.glob("generation_config.json"), *weights] if good else []
+
+
+def check_path(name: str | Path) -> None:
+    """Refuse what is surely no folder with a model that is read here, and say the way out."""
     text = str(name)
     looks_local = isinstance(name, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1
     try:
@@ -337,6 +368,8 @@ def _check_path(name: str | Path) -> None:
         raise ModelError(f"{text!r} holds no model: config.json is missing")
     if file:
         raise ModelError(f"{text!r} is a file, and no GGUF file; give the folder of a model")
+    if ":" in text and not (looks_local or folder):
+        raise ModelError(f"{text!r} names no file; a GGUF file of the hub is hub-id:FILE.gguf")
     if looks_local and not folder:
         raise ModelError(f"no model folder at {text!r}; give a folder or a Hugging Face id")
 
@@ -349,8 +382,12 @@ def _other_format(folder: Path) -> str | None:
             f"holds a LoRA adapter of {base or 'a model it does not name'}; merge it first: "
             "PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(...)"
         )
-    quantised = read_json(folder / "config.json").get("quantization_config")
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    return _quantised(read_json(folder / "config.json").get("quantization_config"))
+
+
+def _quantised(how: Any) -> str | None:
+    """The same of a configuration's `quantization_config`."""
+    method = how.get("quant_method") if isinstance(how, dict) else None
     if method in ("awq", "gptq"):
         return (
             f"holds weights quantised by {method}, which is not read here; use the checkpoint it "
@@ -366,12 +403,3 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 def _listed(names: Sequence[str], most: int = 4) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def _first_line(error: BaseException) -> str:
-    """One line; what a line that ends in a colon announces belongs to it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    line = lines.pop(0) if lines else type(error).__name__
-    while line.endswith(":") and lines:
-        line = f"{line} {lines.pop(0)}"
-    return line

@@ -8,7 +8,14 @@ from pathlib import Path
 from forerun.errors import ForerunError, MissingExtraError, ModelError
 from forerun.runtime import gguf
 from forerun.runtime.base import Facts
-from forerun.runtime.load import EXPORTED, counted, exported, read_config
+from forerun.runtime.load import (
+    EXPORTED,
+    check_path,
+    checkpoint_files,
+    counted,
+    exported,
+    read_config,
+)
 from forerun.runtime.support import context_limit, refusal
 
 _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
@@ -19,18 +26,11 @@ def preview(name: str | Path) -> list[str]:
     read."""
     installed = find_spec("openvino") is not None
     if path := gguf.locate(name):
-        file = gguf.read(path)
-        facts = file.facts()
-        held = f"openvino, weights as they are ({file.kind})"
-        if not installed:
-            held = f"torch, weights widened to bfloat16 ({_mb(facts.weights * 2)})"
-        about = path.name, file.architecture, facts.weights, file.kind, file.nbytes
-        return _lines(*about, _context(facts), held)
-    from forerun.runtime.openvino.load import files
-
+        return _gguf(gguf.read(path), installed)
     if folder := exported(name):
         return _exported(folder, installed)
-    here = [path for path in files(name) if path.suffix == ".safetensors"]
+    check_path(name)
+    here = [path for path in checkpoint_files(name) if path.suffix == ".safetensors"]
     if not here:
         raise ModelError(
             f"no model of safetensors, GGUF or OpenVINO at {str(name)!r} on this machine; give a "
@@ -54,6 +54,16 @@ def preview(name: str | Path) -> list[str]:
         held += f"{_mb(weights)} and be another model"
     about = str(name), config.model_type, weights, max(counts, key=counts.__getitem__), size
     return _lines(*about, f"{limit:,} tokens", held)
+
+
+def _gguf(file: gguf.GGUF, installed: bool) -> list[str]:
+    facts = file.facts()
+    why = file.refusal if installed else "the extra openvino is not installed"
+    held = f"openvino, weights as they are ({file.kind})"
+    if why:
+        held = f"torch, weights widened to bfloat16 ({_mb(facts.weights * 2)}): {why}"
+    about = file.path.name, file.architecture, facts.weights, file.kind, file.nbytes
+    return _lines(*about, _context(facts), held)
 
 
 def _exported(folder: Path, installed: bool) -> list[str]:

@@ -17,6 +17,8 @@ from forerun.registry import Registry
 from forerun.runtime import gguf
 from forerun.runtime.base import Rows
 from forerun.runtime.load import (
+    check_path,
+    checkpoint_files,
     exported,
     load_model,
     read_json,
@@ -161,11 +163,10 @@ class AutoRuntime(RuntimeSpec):
 
 def _exportable(source: Source) -> bool:
     """Whether a model is on this machine."""
-    from forerun.runtime.openvino.load import files
-
     if gguf.locate(source.name) or exported(source.name):
         return True
-    here = files(source.name)
+    check_path(source.name)
+    here = checkpoint_files(source.name)
     # A bias by distance is in no graph, as is known of T5: not worth a line.
     return bool(here) and "relative_attention_num_buckets" not in read_json(here[0])
 

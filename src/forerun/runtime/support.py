@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from forerun.errors import ModelError, UnsupportedModelError
 from forerun.runtime.attention import windows_of
-from forerun.runtime.base import Rows
 
 PROVEN = frozenset({
     "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "phi3",
@@ -42,7 +39,7 @@ REFUSED_ENCODER_DECODER = {
     "seamless_m4t_v2": _SPEECH,
 }
 
-PROBE_TOLERANCE = 2e-3  # largest difference of logits by their range, in a probe in fp32
+PROBE_TOLERANCE = 2e-3  # largest difference by their range of what is computed twice in fp32
 
 
 def check_supported(model: Any, encoders: bool = False) -> None:
@@ -106,48 +103,7 @@ def decoder_limit(config: Any) -> int:
     return limit
 
 
-@torch.inference_mode()
-def probe(rows: Rows, model: Any) -> None:
-    """Prove a model type that is not proven: two ragged rows against the model run alone.
-
-    Args:
-        rows: the runtime around the model, without rows; with an encoder, each has its own source.
-        model: the model itself.
-
-    Raises:
-        UnsupportedModelError: they differ, or the model cannot be stepped at all.
-    """
-    kind = model.config.get_text_config(decoder=True).model_type
-    failed = f"{kind} models are not proven here, and a probe of this one failed"
-    texts = [[(7 * i + 3) % rows.vocab_size for i in range(n)] for n in (9, 4)]
-    sources = None
-    if rows.facts.source_limit is not None:
-        texts = [[*rows.facts.start, *text] for text in texts]
-        sources = [[(5 * i + 3) % rows.vocab_size for i in range(n)] for n in (6, 11)]
-    try:
-        rows.read(texts, sources=sources)
-        got = rows.feed([t[-1:] for t in texts])[:, 0]
-        alone = []
-        for row, text in enumerate(texts):
-            ids = {"input_ids": torch.tensor([text], device=rows.device)}
-            if sources is not None:
-                source = torch.tensor([sources[row]], device=rows.device)
-                ids = {"input_ids": source, "decoder_input_ids": ids["input_ids"]}
-            alone.append(model(**ids).logits[0, -1])
-        rows.keep([])
-    except Exception as error:  # whatever it is, this model cannot be stepped
-        line = " ".join(str(error).split()) or type(error).__name__
-        raise UnsupportedModelError(f"{failed}: {line}") from error
-    wanted, banned = torch.stack(alone), got.isneginf()
-    differing = (got - wanted).masked_fill(banned, 0.0).abs().max()
-    worst = float((differing / (wanted.abs().max() + 1e-6)).float())
-    if not worst <= (PROBE_TOLERANCE if got.dtype == torch.float32 else 0.1):
-        raise UnsupportedModelError(
-            f"{failed}: a row in a batch differs from the row alone by {worst:.1e} (relative)"
-        )
-
-
-def end_of_text(model: Any) -> frozenset[int] | None:
-    """Ids that end texts by a model's generation settings; None if these name none."""
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+def end_of_text(settings: Any) -> frozenset[int] | None:
+    """Ids that end texts by a configuration or generation settings; None if these name none."""
+    ends = getattr(settings, "eos_token_id", None)
     return None if ends is None else frozenset(ends if isinstance(ends, (list, tuple)) else [ends])

@@ -12,8 +12,9 @@ from forerun.runtime.attention import Mask, additive_mask, folding, groups_of, m
 from forerun.runtime.base import Facts, Pieces, Rows
 from forerun.runtime.cache import CachedExecutor, cache_argument
 from forerun.runtime.fingerprints import identity
+from forerun.runtime.probe import prove
 from forerun.runtime.states import States, Taps
-from forerun.runtime.support import PROVEN, check_supported, context_limit, end_of_text, probe
+from forerun.runtime.support import PROVEN, check_supported, context_limit, end_of_text
 from forerun.runtime.trees import Parents, trees_of
 
 CACHED_MASKS = 64  # widest pass whose mask is kept: wider ones read prompts
@@ -43,7 +44,7 @@ class TorchExecutor(CachedExecutor):
         self._places = torch.arange(0, device=self.device)
         self._taps: Taps | None = None
         if model.config.get_text_config(decoder=True).model_type not in PROVEN:
-            probe(Rows(self), model)
+            prove(self, model)
 
     def module(self) -> Any:
         return self.model
@@ -208,7 +209,7 @@ def facts_of(model: Any) -> Facts:
         layers=int(getattr(config, "num_hidden_layers", 0)),
         weights=every if table is head else every - table.numel(),
         token_bytes=_token_bytes(config, model.dtype),
-        eos=end_of_text(model),
+        eos=end_of_text(getattr(model, "generation_config", None)),
         precision=str(model.dtype).removeprefix("torch."),
         executor="torch",
         name=str(getattr(model, "name_or_path", "") or ""),

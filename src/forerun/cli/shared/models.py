@@ -101,15 +101,12 @@ class PolicyOptions:
         controller: how far to run ahead, like gammatune(eta=0.3); default: auto.
         rule: what to keep, forerun list rules says which are lossless; default: gumbel.
         settings: controller, rule and draft of a file of forerun tune, where no option names one.
-        exits: exit heads for --draft specbound, made by train-draft exits; default: the shipped
-            ones for the shipped target, else the model's own head at every layer.
     """
 
     panel: ClassVar[str] = SPECULATION
     controller: str | None = None
     rule: str | None = None
     settings: str | None = None
-    exits: str | None = None
     remember: options.Remember = None
 
     def resolve(self, draft: str | None = None) -> Settings:
@@ -150,14 +147,6 @@ class Models:
     def alone(self) -> Models:
         """The target and no drafter, on torch."""
         return replace(self, draft="none", runtime="torch")
-
-    def with_exits(self, exits: str | None) -> Models:
-        """The drafter with these exit heads, if they are named."""
-        if exits is None:
-            return self
-        from forerun.drafters.specbound import with_exits
-
-        return replace(self, draft=with_exits(self.draft, exits))
 
     def load(self, how: Settings | None = None, batch_size: int = 16, **more: Any) -> Job:
         """Check everything, then load the models; arguments as for `open`."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.cli.shared.written import Archive, read_written
 from forerun.errors import PromptError, SettingError
 from forerun.prompts import Prompt, find_prompts, is_shipped, json_lines, read_file, read_text
 from forerun.runtime.fingerprints import fingerprint
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from forerun import Model
     from forerun.cli.shared.models import Job
 
-GROUP = 32  # prompts the target continues together; texts are kept in whole groups
+GROUP = 32  # prompts the target continues together, whose texts are kept together
 WINDOW = 512  # most tokens of a stretch of text
 PAIRS = 512  # outputs that the target writes before they are kept
 BATCH = 64  # of these, side by side
@@ -28,10 +29,11 @@ BATCH = 64  # of these, side by side
 
 @dataclass(frozen=True)
 class TrainingTexts:
-    """Either texts to read, or prompts for the target to continue."""
+    """Texts to read, prompts for the target to continue, or what it has written."""
 
     texts: list[str] | None = None
     prompts: list[Prompt] | None = None
+    written: list[Document] | None = None
 
 
 def open_source(data: str) -> TrainingTexts:
@@ -50,6 +52,8 @@ def open_source(data: str) -> TrainingTexts:
             raise SettingError(f"no .txt files in {data}; give a text file, a folder of them, or "
                                "a .jsonl file of prompts")  # fmt: skip
         return TrainingTexts(texts=[read_text(file) for file in files])
+    if path.suffix == ".gz":
+        return TrainingTexts(written=list(read_written(path)))
     if path.suffix.lower() in (".jsonl", ".json"):
         if (texts := _json_texts(path)) is not None:
             return TrainingTexts(texts=texts)
@@ -84,11 +88,13 @@ def read_documents(
     """Documents with about `tokens` positions, or as many as there are: at least two."""
     if source.texts is not None:
         documents = _cut(source.texts, job, seed)
+    elif source.written is not None:
+        documents = _checked(source.written, job)
     else:
         assert source.prompts is not None
-        documents = _written(
-            source.prompts, job, folder / "texts.jsonl", f"{identity} {seed}{job.chat.key}"
-        )
+        how = {"target": identity, "seed": seed, "chat": job.chat.key}
+        kept = Archive(folder / "texts.jsonl.gz", how)
+        documents = _written(source.prompts, job, kept, seed)
     chosen: list[Document] = []
     count = 0
     for document in documents:
@@ -129,54 +135,42 @@ def _stretches(text: str, size: int) -> Iterator[str]:
         at = end
 
 
-def _written(prompts: Sequence[Prompt], job: Job, path: Path, key: str) -> Iterator[Document]:
+def _checked(texts: Sequence[Document], job: Job) -> Iterator[Document]:
+    """What the target has written, by `forerun write`."""
+    facts = job.model.target.facts
+    if any(max(text.ids, default=0) >= facts.vocab_size for text in texts):
+        raise SettingError(
+            f"a text has token ids above the target's {facts.vocab_size}; give texts that this "
+            "target wrote"
+        )
+    return (text._replace(ids=text.ids[: facts.limit]) for text in texts)
+
+
+def _written(prompts: Sequence[Prompt], job: Job, kept: Archive, seed: int) -> Iterator[Document]:
     """Prompts with what the target itself writes on them: half greedily, half sampled. In use a
     draft only reads text that the target is writing."""
-
-    def write(count: int) -> list[Document]:
-        chosen = []
-        for number, prompt in enumerate(prompts[count : count + GROUP], count):
-            rng = random.Random(f"{key}/{number}")
-            sampling = {"temperature": float(rng.random() < 0.5), "seed": rng.randrange(1 << 31)}
-            chosen.append(replace(prompt, settings={**sampling, **prompt.settings}))
-        rows = job.reader.prepare(chosen)
-        done = job.model.generate(
-            [row.ids for row in rows], sampling=[row.sampling for row in rows],
-            batch_size=job.batch_size, plain=True,
-        ) if rows else []  # fmt: skip
-        return [
-            Document([*row.ids, *completion.tokens], len(row.ids) - 1, row.family or "")
-            for row, completion in zip(rows, done, strict=True)
-        ]
-
-    return (Document(*line) for line in continued(path, key, GROUP, write))
+    for at in range(len(prompts)):
+        if at == len(kept.lines):
+            kept.append(_continued(prompts[at : at + GROUP], at, job, seed))
+        line = kept.lines[at]
+        yield Document(line["ids"], line["n"] - 1, line["kind"])
 
 
-def continued(
-    path: Path, key: str, group: int, write: Callable[[int], Sequence[Any]]
-) -> Iterator[Any]:
-    """Lines that are kept at `path`, then those that `write` makes, a group at a time. What an
-    earlier run with the same `key` wrote is taken in whole groups: a last one that is short may be
-    the end, and is cheap to write again. `write` is given how many there are."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines: list[Any] = []
-    try:
-        head, *saved = path.read_text(encoding="utf-8").split("\n")
-        if json.loads(head) == {"key": key}:
-            for line in saved:
-                lines.append(json.loads(line))
-    except (OSError, ValueError):
-        pass  # none, or its last line is cut: what stands before it is good
-    lines = lines[: len(lines) // group * group]
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in [{"key": key}, *lines])
-    yield from lines
-    count = len(lines)
-    while fresh := write(count):
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in fresh)
-        count += len(fresh)
-        yield from fresh
+def _continued(prompts: Sequence[Prompt], first: int, job: Job, seed: int) -> list[dict[str, Any]]:
+    chosen = []
+    for number, prompt in enumerate(prompts, first):
+        rng = random.Random(f"{seed}/{number}")
+        sampling = {"temperature": float(rng.random() < 0.5), "seed": rng.randrange(1 << 31)}
+        chosen.append(replace(prompt, settings={**sampling, **prompt.settings}))
+    rows = job.reader.prepare(chosen)
+    done = job.model.generate(
+        [row.ids for row in rows], sampling=[row.sampling for row in rows],
+        batch_size=job.batch_size, plain=True,
+    )  # fmt: skip
+    return [
+        {"ids": [*row.ids, *completion.tokens], "n": len(row.ids), "kind": row.family or ""}
+        for row, completion in zip(rows, done, strict=True)
+    ]
 
 
 def read_pairs(path: Path, model: Model) -> list[TextPair]:
@@ -221,15 +215,20 @@ def own_texts(
     They are kept at `path`: an interrupted run goes on there, and the same texts are not written
     twice. `tell` is called with how many there are."""
     sources = [text.source for text in texts]
-    known = zlib.crc32(json.dumps([sources, most]).encode())
-    key = f"{fingerprint(model.target.executor.module())} {known}"
-
-    def write(count: int) -> list[list[int]]:
-        tell(count)
+    how = {
+        "target": fingerprint(model.target.executor.module()),
+        "sources": zlib.crc32(json.dumps(sources).encode()),
+        "max_new_tokens": most,
+    }
+    kept = Archive(path, how)
+    while group := sources[len(kept.lines) :][:PAIRS]:
+        tell(len(kept.lines))
         # Their source as it was given, without what the model opens it with.
-        group = [ids[len(model.opening.source) :] for ids in sources[count:][:PAIRS]]
-        how: Any = {"plain": True, "batch_size": BATCH, "max_new_tokens": most}
-        return [done.tokens for done in model.generate(group, **how)] if group else []
-
-    pairs = zip(texts, continued(path, key, PAIRS, write), strict=True)
-    return [TextPair(text.source, text.opening, ids) for text, ids in pairs if ids]
+        given = [ids[len(model.opening.source) :] for ids in group]
+        done = model.generate(given, plain=True, batch_size=BATCH, max_new_tokens=most)
+        kept.append([{"ids": completion.tokens} for completion in done])
+    return [
+        TextPair(text.source, text.opening, line["ids"])
+        for text, line in zip(texts, kept.lines, strict=True)
+        if line["ids"]
+    ]

@@ -66,7 +66,7 @@ class Setting:
         }
 
     def spec(self, exits: str | None = None) -> str:
-        """As `--draft` wants it; without `exits`, the heads are those of `--exits`.
+        """As `--draft` wants it; without `exits`, the heads are the default ones.
 
         >>> Setting((2, 6), 0.7, 0.5, 4).spec()
         "specbound(threshold=0.7,anneal=0.5,depth=6,width=4,layers='2,6')"

@@ -7,57 +7,28 @@ Their attention reads a cache that the model keeps inside; here it becomes the p
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import openvino as ov
 import openvino.opset15 as op
 
 from forerun.errors import ModelError, UnsupportedModelError
+from forerun.runtime.attention import windows_of
 from forerun.runtime.base import Facts
 from forerun.runtime.fingerprints import identity
-from forerun.runtime.load import EXPORTED, read_config, read_json
+from forerun.runtime.generation import saved_generation_config
+from forerun.runtime.load import EXPORTED, read_config
 from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.export import (
-    INPUTS,
-    Attention,
-    integers,
-    name,
-    placeholder,
-    reason,
-)
-from forerun.runtime.openvino.ports import before, last_two, replace
-from forerun.runtime.support import context_limit, refusal
+from forerun.runtime.openvino.export import Attention, integers, placeholder, reason
+from forerun.runtime.openvino.ports import adopt, before, head, last_two, replace
+from forerun.runtime.support import context_limit, end_of_text, refusal
 
 PRECISIONS = {"u4": "int4", "i4": "int4", "u8": "int8", "i8": "int8", "f16": "float16",
               "bf16": "bfloat16", "f32": "float32"}  # fmt: skip
 """Types of weights, and how `Facts` name them."""
 _MOVES = "Reshape", "Broadcast", "Unsqueeze", "Convert"
-_PLAIN = "Tanh", "Multiply", "Divide", "Convert"
-"""What may stand between the head's product and the logits."""
-
-
-def read(folder: Path) -> ov.Model:
-    """The graph as it is in the folder.
-
-    Raises:
-        ModelError: it is damaged.
-    """
-    try:
-        return core().read_model(folder / EXPORTED)
-    except RuntimeError as error:  # OpenVINO has no other
-        raise ModelError(f"{str(folder / EXPORTED)!r} cannot be read: {reason(error)}") from error
-
-
-def weights(graph: ov.Model) -> Counter[str]:
-    """How many numbers of matrices there are, by precision."""
-    counts: Counter[str] = Counter()
-    for node in graph.get_ops():
-        kind = PRECISIONS.get(node.get_output_element_type(0).get_type_name())
-        if kind and node.get_type_name() == "Constant" and len(node.get_output_shape(0)) > 1:
-            counts[kind] += prod(node.get_output_shape(0))
-    return counts
 
 
 def graph_of(folder: Path) -> tuple[ov.Model, Facts]:
@@ -69,11 +40,18 @@ def graph_of(folder: Path) -> tuple[ov.Model, Facts]:
     Raises:
         ModelError, UnsupportedModelError: it is damaged, or of a kind that is not served.
     """
-    config, graph, called = read_config(folder), read(folder), str(folder)
+    called = str(folder)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{called!r} lacks config.json; copy that of the model it was made from")
+    config = read_config(folder)
+    try:
+        graph = core().read_model(folder / EXPORTED)
+    except RuntimeError as error:  # OpenVINO has no other
+        raise ModelError(f"{str(folder / EXPORTED)!r} cannot be read: {reason(error)}") from error
     text = config.get_text_config(decoder=True)
     if why := refusal(config, encoders=False):
         raise UnsupportedModelError(f"{called!r}: {why}")
-    if _windowed(text):
+    if windows_of(config):
         raise UnsupportedModelError(
             f"{called!r}: its attention has a sliding window, which an exported graph does not "
             "say; use the checkpoint it was made from, or a GGUF file"
@@ -83,27 +61,22 @@ def graph_of(folder: Path) -> tuple[ov.Model, Facts]:
         raise UnsupportedModelError(
             f"{called!r} is no exported language model: it has no input {', '.join(missing)}"
         )
-    counts = weights(graph)
-    ids, positions, wanted = inputs = [
-        op.parameter(ov.PartialShape(shape), ov.Type.i64) for shape in ([-1, 1], [-1, 1], [-1])
-    ]
-    for port, by in ((ports["input_ids"], ids), (ports["position_ids"], positions)):
-        replace(port, op.reshape(by, integers([1, -1]), False))
-    calls: list[Attention] = []
-    for node in graph.get_ordered_ops():
-        if node.get_type_name() == "ScaledDotProductAttention":
-            _mark(node, calls, called)
-    if len(calls) != text.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"{called!r}: {len(calls)} of {text.num_hidden_layers} layers have attention of a kind "
-            "that has a paged node; use the checkpoint it was made from, or a GGUF file"
-        )
+    counts: Counter[str] = Counter()  # of numbers of matrices
+    for node in graph.get_ops():
+        kind = PRECISIONS.get(node.get_output_element_type(0).get_type_name())
+        if kind and node.get_type_name() == "Constant" and len(node.get_output_shape(0)) > 1:
+            counts[kind] += prod(node.get_output_shape(0))
     logits = graph.get_results()[0].input_value(0)
-    product = before(logits, *_PLAIN).get_node()
-    norm = _norm(product)
-    _want(product, wanted)
-    made = ov.Model([op.result(op.reshape(logits, integers([0, -1]), True))], inputs, called)
-    name(made, INPUTS, "logits", calls)
+    norm = _norm(head(logits))
+    made, calls = adopt(
+        graph,
+        [ports["input_ids"], ports["position_ids"]],
+        [1, -1],
+        partial(_mark, called=called),
+        logits,
+        text.num_hidden_layers,
+        called,
+    )
     vocabulary = last_two(logits)[1]
     return made, Facts(
         vocab_size=vocabulary,
@@ -111,26 +84,12 @@ def graph_of(folder: Path) -> tuple[ov.Model, Facts]:
         layers=len(calls),
         weights=sum(counts.values()) - vocabulary * text.hidden_size,
         token_bytes=sum(4 * c.key_heads * (c.key_size + c.value_size) for c in calls),
-        eos=_ends(folder),
+        eos=end_of_text(saved_generation_config(called)) or end_of_text(config),
         precision=counts.most_common(1)[0][0],
         executor="openvino",
         name=called,
         identity=norm,
     )
-
-
-def _ends(folder: Path) -> frozenset[int] | None:
-    settings = read_json(folder / "config.json") | read_json(folder / "generation_config.json")
-    ids = settings.get("eos_token_id")
-    return None if ids is None else frozenset(ids if isinstance(ids, list) else [ids])
-
-
-def _windowed(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return any(kind != "full_attention" for kind in kinds)
-    window = getattr(config, "sliding_window", None)
-    return bool(window) and getattr(config, "use_sliding_window", True)
 
 
 def _mark(node: ov.Node, calls: list[Attention], called: str) -> None:
@@ -173,11 +132,3 @@ def _norm(product: ov.Node) -> str:
             if node.get_type_name() == "Constant" and prod(node.get_output_shape(0)) > 1:
                 return identity(node.data.reshape(-1))
     return ""
-
-
-def _want(product: ov.Node, wanted: ov.Node) -> None:
-    """Let the head read wanted tokens only."""
-    states = product.input_value(0)
-    flat = op.reshape(states, integers([-1, last_two(states)[1]]), False)
-    product.input(0).replace_source_output(op.gather(flat, wanted, integers(0)).output(0))
-    product.validate_and_infer_types()

@@ -9,25 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
+import numpy as np
 import openvino as ov
 import openvino.opset15 as op
+from numpy.typing import NDArray
 from openvino.frontend import FrontEndManager
 
 from forerun.errors import MissingExtraError, UnsupportedModelError
-from forerun.runtime.gguf import GGUF
-from forerun.runtime.openvino.export import (
-    INPUTS,
-    Attention,
-    integers,
-    name,
-    placeholder,
-    reason,
-)
-from forerun.runtime.openvino.ports import before, last_two, replace
+from forerun.runtime.gguf import GGUF, ROTATIONS
+from forerun.runtime.openvino.export import Attention, integers, placeholder, reason
+from forerun.runtime.openvino.ports import adopt, before, last_two, replace
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Those that tests compare with `transformers`."""
 EXACT = "OV_GGUF_Q4_K_ZP_F16"
 """Tells the reader to keep the minimum of a block of Q4_K; it rounds it to whole steps otherwise,
 an error as large as that of the four bits."""
@@ -42,19 +36,26 @@ def graph_of(file: GGUF) -> ov.Model:
     Raises:
         UnsupportedModelError: its architecture or a type of its weights is not served.
     """
-    called = file.path.name
-    if file.architecture not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"{called}: GGUF files of the architecture {file.architecture!r} are not served by "
-            f"openvino (served: {', '.join(ARCHITECTURES)}); use the runtime torch, or the model's "
-            "safetensors"
-        )
-    if odd := sorted({t.kind for t in file.tensors if t.kind.startswith("type ")}):
-        raise UnsupportedModelError(
-            f"{called}: its weights are of {', '.join(odd)}, which is not served; use a file in "
-            "Q4_K_M, Q6_K or Q8_0"
-        )
-    return _rewritten(_read(file), file)
+    if why := file.refusal:
+        raise UnsupportedModelError(f"{file.path.name}: {why}")
+    graph = _read(file)
+    for node in graph.get_ordered_ops():  # of the last layer, which is over all tokens here
+        if node.get_type_name() == "Gather" and _names(node.input_value(1), "inp_out_ids"):
+            replace(node.output(0), node.input_value(0).get_node())
+    if (factors := file.floats(ROTATIONS)) is not None:  # the reader passes over them
+        _stretch(graph, factors, file)
+    ports = {name: port for port in graph.inputs for name in port.get_names()}
+    result = next(x for x in graph.get_results() if x.get_friendly_name() == "result_output")
+    made, _ = adopt(
+        graph,
+        [ports["inp_tokens"], ports["inp_pos"]],
+        [1, 1, 1, -1],
+        partial(_mark, file=file),
+        result.input_value(0),
+        file.get("block_count"),
+        file.path.name,
+    )
+    return made
 
 
 def _read(file: GGUF) -> ov.Model:
@@ -87,30 +88,27 @@ def _exact() -> Iterator[None]:
             os.environ[EXACT] = before
 
 
-def _rewritten(graph: ov.Model, file: GGUF) -> ov.Model:
-    """The reader's graph with the inputs, attention and output of an exported one."""
-    ports = {name: port for port in graph.inputs for name in port.get_names()}
-    ids, positions, wanted = inputs = [
-        op.parameter(ov.PartialShape(shape), ov.Type.i64) for shape in ([-1, 1], [-1, 1], [-1])
-    ]
-    for port, by in ((ports["inp_tokens"], ids), (ports["inp_pos"], positions)):
-        replace(port, op.convert(op.reshape(by, integers([1, 1, 1, -1]), False), "i32"))
-    nodes = graph.get_ordered_ops()
-    calls: list[Attention] = []
-    for node in nodes:
-        if node.get_type_name() == "ScaledDotProductAttention":
-            _mark(node, calls, file)
-    if len(calls) != file.get("block_count"):
+def _stretch(graph: ov.Model, factors: NDArray[np.float32], file: GGUF) -> None:
+    """Divide the frequencies by which places become angles."""
+    angles = [node for node in graph.get_ops() if node.get_type_name() in ("Cos", "Sin")]
+    constants = (c for node in angles for c in _factors(node))
+    named = {c.get_name(): c for c in constants if c.data.size == len(factors)}
+    if not named:
         raise UnsupportedModelError(
-            f"{file.path.name}: attention of a kind that has no paged node in "
-            f"{file.get('block_count') - len(calls)} layers; use the runtime torch"
+            f"{file.path.name}: its rotations are of a kind that is not served; use its safetensors"
         )
-    for node in nodes:  # of the last layer, which is over all tokens here
-        if node.get_type_name() == "Gather" and _names(node.input_value(1), "inp_out_ids"):
-            replace(node.output(0), node.input_value(0).get_node())
-    made = ov.Model([op.result(_head(graph, wanted))], inputs, file.architecture)
-    name(made, INPUTS, "logits", calls)
-    return made
+    for node in named.values():
+        replace(node.output(0), op.constant(node.data / factors.reshape(node.data.shape)))
+
+
+def _factors(node: ov.Node) -> Iterator[ov.Node]:
+    """Constants that a product behind a node is made of."""
+    for port in node.input_values():
+        source = port.get_node()
+        if source.get_type_name() == "Multiply":
+            yield from _factors(source)
+        elif source.get_type_name() == "Constant":
+            yield source
 
 
 def _mark(node: ov.Node, calls: list[Attention], file: GGUF) -> None:
@@ -141,19 +139,6 @@ def _written(port: ov.Output, file: GGUF) -> ov.Output:
         raise UnsupportedModelError(f"{file.path.name}: attention to no cache is not served")
     flat = cache.input_value(2)
     return before(before(flat, "Reshape"), "Convert")
-
-
-def _head(graph: ov.Model, wanted: ov.Node) -> ov.Node:
-    """`(wanted, V)` logits: what follows the last layer, over wanted tokens only."""
-    result = next(x for x in graph.get_results() if x.get_friendly_name() == "result_output")
-    product = result.input_value(0).get_node()
-    states = product.input_value(0)
-    flat = op.reshape(states, integers([-1, last_two(states)[1]]), False)
-    seen = op.gather(flat, wanted, integers(0))
-    attributes = product.get_attributes()
-    return op.matmul(
-        seen, product.input_value(1), attributes["transpose_a"], attributes["transpose_b"]
-    )
 
 
 def _names(port: ov.Output, name: str) -> bool:

@@ -19,8 +19,8 @@ from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.executor import OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import export_layers, in_fp32, reason
 from forerun.runtime.openvino.nodes import ROWS, attach
-from forerun.runtime.openvino.probe import TOLERANCE, texts
 from forerun.runtime.openvino.weights import fuse
+from forerun.runtime.probe import TOLERANCE, texts
 
 
 class OpenVINOLayersExecutor(LayersExecutor):

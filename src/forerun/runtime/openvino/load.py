@@ -19,14 +19,14 @@ from forerun.errors import ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import gguf
 from forerun.runtime.base import Facts
 from forerun.runtime.encoder_decoder import facts_of as sourced_facts
-from forerun.runtime.load import EXPORTED, counted, exported, load_model
+from forerun.runtime.load import EXPORTED, checkpoint_files, counted, exported, load_model
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import HALF, Widened, export, halved, in_fp32, reason
 from forerun.runtime.openvino.nodes import attach
-from forerun.runtime.openvino.probe import fewest_tokens, probe, reference, reference_of
 from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
 from forerun.runtime.openvino.weights import hold
+from forerun.runtime.probe import fewest_tokens, probe, reference, reference_of
 from forerun.runtime.sources import Encoder
 from forerun.runtime.support import refusal
 from forerun.runtime.timing import machine
@@ -99,8 +99,8 @@ def from_name(
     def torch_model() -> Any:
         return _loaded(name, trust_remote_code)
 
-    model = None if files(name) else torch_model()  # not on this machine until now
-    entry = store.key(store.of_files(files(name)), _form(precision))
+    model = None if checkpoint_files(name) else torch_model()  # not on this machine until now
+    entry = store.key(store.of_files(checkpoint_files(name)), _form(precision))
     there = torch_model if model is None else lambda: model
     return _made(entry, lambda: _export(there(), options), str(name), options, there)
 
@@ -110,7 +110,7 @@ def _loaded(name: str | Path, trust_remote_code: bool) -> Any:
     where not, or where it made numbers of its own and rounded them."""
     kinds: dict[str, int] = {}
     with suppress(ModelError):  # loading says what is wrong
-        kinds = counted([path for path in files(name) if path.suffix == ".safetensors"])
+        kinds = counted([path for path in checkpoint_files(name) if path.suffix == ".safetensors"])
     if dtype := {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(kinds)):
         model = load_model(name, "cpu", dtype, trust_remote_code, mapped=True)
         made = dict(model.named_buffers())
@@ -250,26 +250,10 @@ def _executor(
             options.threads,
         )
     executor.memory = stored.memory
-    probe(executor, stored.reference or reference_of(executor))
+    expected = stored.reference
+    probe(executor, reference_of(executor) if expected is None else expected)
     executor.warm()
     if entry:
         executor.settle = partial(store.let_go, entry)
         executor.settle()
     return executor
-
-
-def files(name: str | Path) -> list[Path]:
-    """Configuration and weights of a model that is on this machine, else nothing."""
-    here = Path(name).expanduser()
-    if not here.is_dir():
-        from transformers.utils import cached_file
-
-        try:
-            config = cached_file(str(name), "config.json", local_files_only=True)
-        except (OSError, ValueError):
-            return []
-        if config is None:
-            return []
-        here = Path(config).parent
-    weights = list(here.glob("*.safetensors"))
-    return [here / "config.json", *here.glob("generation_config.json"), *weights] if weights else []

@@ -27,13 +27,13 @@ import torch
 from forerun.cache import cache_folder
 from forerun.runtime.base import Facts
 from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.probe import Reference
+from forerun.runtime.probe import Logits
 
-FORMAT = 5
+FORMAT = 7
 """Goes up when graphs of old versions of this package must not be used."""
 LARGEST_BYTES = 16 << 30
 """The store's size; beyond it the entries that were not used for longest are deleted."""
-_GRAPH, _FACTS, _REFERENCE = "graph.xml", "facts.json", "reference.npz"
+_GRAPH, _FACTS, _REFERENCE = "graph.xml", "facts.json", "reference.npy"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Stored:
 
     graph: ov.Model
     facts: Facts
-    reference: Reference | None
+    reference: Logits | None
     """None: of what no torch model was made from; it is compared with itself."""
     memory: Any = None
     """What owns the memory of the graph's weights; None: the graph does."""
@@ -97,8 +97,7 @@ def read(name: str) -> Stored | None:
         facts["start"] = tuple(facts["start"])
         reference = None
         if (entry / _REFERENCE).is_file():
-            with np.load(entry / _REFERENCE) as arrays:
-                reference = Reference(*(arrays[f"arr_{i}"] for i in range(len(arrays.files))))
+            reference = np.load(entry / _REFERENCE)
         stored = Stored(
             core().read_model(entry / _GRAPH),
             Facts(**facts),
@@ -145,7 +144,7 @@ def write(name: str, stored: Stored) -> bool:
     try:
         ov.save_model(stored.graph, made / _GRAPH, compress_to_fp16=False)
         if stored.reference is not None:
-            np.savez(made / _REFERENCE, *stored.reference.arrays())
+            np.save(made / _REFERENCE, stored.reference)
         sizes = {path.name: path.stat().st_size for path in made.iterdir()}
         facts = {**asdict(stored.facts), "sizes": sizes}
         (made / _FACTS).write_text(json.dumps(facts, default=sorted))  # a set is no JSON

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from forerun.errors import UnsupportedModelError
 from forerun.runtime.base import Executor
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.25}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "int8": 0.25}
 """Largest difference of logits, relative to the largest of them, by precision; others are compared
 with themselves, as float32 is. Rows that are mixed up, places that are off by one or tokens that
 should be hidden differ by about 1."""
@@ -23,23 +22,9 @@ _WIDTHS = 2, 5, 8
 _LENGTHS = (9, 40, 5)
 """Tokens of the three rows: the second needs two blocks of the cache. A source is as its text."""
 _REJECTED = 2  # tokens fed and rolled back
+_LAST = 4  # of each text, whose logits are compared
 
-
-@dataclass(frozen=True)
-class Reference:
-    """`(n, V)` logits of the model alone, which the probe's rows must have."""
-
-    first: NDArray[np.float32]
-    """After the last three tokens of the first row, after rollback."""
-    second: NDArray[np.float32]
-    """After the last two of the second."""
-    joined: NDArray[np.float32]
-    """After the last of a row that joined late."""
-    after: NDArray[np.float32]
-    """After one more token of the joined row and of the first one."""
-
-    def arrays(self) -> tuple[NDArray[np.float32], ...]:
-        return self.first, self.second, self.joined, self.after
+Logits = NDArray[np.float32]
 
 
 def texts(vocab_size: int, limit: int) -> list[list[int]]:
@@ -49,29 +34,25 @@ def texts(vocab_size: int, limit: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def reference(model: Any, limit: int) -> Reference:
-    """Logits of a torch model, each text alone."""
+def reference(model: Any, limit: int) -> Logits:
+    """`(3, 4, V)` logits of a torch model after the last tokens of each text, which is alone."""
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     logits = []
     for text in texts(vocab_size, limit):
         ids = {"input_ids": torch.tensor([text], device=model.device)}
         if model.config.is_encoder_decoder:
             ids["decoder_input_ids"] = ids["input_ids"]
-        logits.append(model(**ids).logits[0].float().cpu().numpy())
-    return _reference(*logits)
+        logits.append(model(**ids).logits[0, -_LAST:].float().cpu().numpy())
+    return np.stack(logits)
 
 
-def reference_of(executor: Executor) -> Reference:
-    """Logits of an executor itself, each text alone in one pass."""
+def reference_of(executor: Executor) -> Logits:
+    """The same of an executor itself, each text in one pass."""
     logits = []
     for text in texts(executor.facts.vocab_size, executor.facts.limit):
-        logits.append(executor.run([0], [text], [len(text)])[0].numpy())
+        logits.append(executor.run([0], [text], [_LAST])[0].numpy())
         executor.keep([], [])
-    return _reference(*logits)
-
-
-def _reference(a: NDArray[np.float32], b: NDArray[np.float32], c: NDArray[np.float32]) -> Reference:
-    return Reference(a[-4:-1], b[-3:-1], c[-2:-1], np.stack([c[-1], a[-1]]))
+    return np.stack(logits)
 
 
 def fewest_tokens(executor: Executor) -> int | None:
@@ -93,7 +74,22 @@ def fewest_tokens(executor: Executor) -> int | None:
     return 1 if float(np.abs(two - alone).max()) <= most else 2
 
 
-def probe(executor: Executor, expected: Reference) -> None:
+@torch.inference_mode()
+def prove(executor: Executor, model: Any) -> None:
+    """Probe an executor of a model type that is not proven, beside the model itself;
+    `UnsupportedModelError` if they differ, or it cannot be stepped at all."""
+    try:
+        executor.reserve(len(_LENGTHS), max(_LENGTHS))
+        probe(executor, reference(model, executor.facts.limit))
+    except Exception as error:  # whatever it is, this model cannot be stepped
+        kind = model.config.get_text_config(decoder=True).model_type
+        raise UnsupportedModelError(
+            f"{kind} models are not proven here, and a probe of this one failed: "
+            f"{' '.join(str(error).split()) or type(error).__name__}"
+        ) from error
+
+
+def probe(executor: Executor, expected: Logits) -> None:
     """Two ragged rows, a rollback, a row that joins, one that leaves, one that goes on alone.
 
     Raises:
@@ -113,10 +109,12 @@ def probe(executor: Executor, expected: Reference) -> None:
     alone = executor.run([len(c) - 1, len(a) - 1], [[], a[-1:]], [0, 1])[1:, 0]
     executor.keep([], [])
     logits = [ragged[0, :3], ragged[1, :2], ragged[2, :1], after, alone]
-    wanted = [*expected.arrays(), expected.after[1:]]
+    arrays = [x.float().cpu().numpy() for x in logits]
+    first, second, joined = expected
+    wanted = [first[:3], second[1:3], joined[2:3], expected[[2, 0], -1], first[-1:]]
     worst = max(
         float(np.abs(np.where(np.isneginf(x), 0, x - y)).max()) / (float(np.abs(y).max()) + 1e-6)
-        for x, y in zip((x.numpy() for x in logits), wanted, strict=True)
+        for x, y in zip(arrays, wanted, strict=True)
     )
     if not worst <= TOLERANCE.get(
         executor.facts.precision, TOLERANCE["float32"]
