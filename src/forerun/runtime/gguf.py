@@ -182,8 +182,8 @@ def read(path: Path) -> GGUF:
     parts = file.metadata.get("split.count")
     if isinstance(parts, int) and parts > 1:
         raise ModelError(
-            f"{str(path)!r} is one of {parts} parts of a model; join them: "
-            "llama-gguf-split --merge FIRST_PART.gguf WHOLE.gguf"
+            f"{str(path)!r} is one of {parts} parts of a model; join them by llama-gguf-split, "
+            "or get it in one file"
         )
     return file
 
