@@ -57,14 +57,6 @@ class SurvivalState(NamedTuple):
     """Of drafts without signals first tokens kept and judged, and later ones."""
 
 
-class SurvivalDraft(NamedTuple):
-    """Of a round so far."""
-
-    tokens: int
-    survival: float
-    """Chance that all of them are kept."""
-
-
 @dataclass(frozen=True)
 class Survival(Forecaster):
     """Read the draft's confidence, corrected by what is kept; without signals, count by depth.
@@ -113,19 +105,18 @@ class Survival(Forecaster):
         return Outlook(*_counted(state))
 
     def forecast(
-        self, state: SurvivalState, memo: SurvivalDraft | None, token: Token
-    ) -> tuple[Chance, SurvivalDraft]:
+        self, state: SurvivalState, memo: Chance | None, token: Token
+    ) -> tuple[Chance, Chance]:
         """By the token's margin, or by its depth if it has none."""
-        tokens, survival = memo or SurvivalDraft(0, 1.0)
         if token.logit_margin is None:
             first, later = _counted(state)
-            kept, following = (later if tokens else first), later
+            kept, following = (later if memo else first), later
         else:
             by = self._prior(state)
             kept = sigmoid(by.drafted(token) + state.shift)
             following = sigmoid(by.following(token) + state.shift)
-        survival = survival * kept
-        return Chance(survival, following), SurvivalDraft(tokens + 1, survival)
+        chance = Chance(memo.kept * kept if memo else kept, following)
+        return chance, chance
 
     def observe(self, state: SurvivalState, round: RoundOutcome) -> SurvivalState:
         """A Newton step of ridge logistic regression on the constant, from the judged tokens."""

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from math import ceil
+from statistics import median
 from typing import NamedTuple
 
 from forerun.costs import Costs, Passes, bounded
@@ -159,17 +160,17 @@ class Meter:
 
     def booked(self, lap: Lap) -> tuple[float | None, float]:
         """Seconds of a round to compare with the costs, without what it takes the target to read
-        prompts, and of the drafter's reading. None before a plain pass was timed, or where this one
-        reads another that did, and of the first round of a shape, which takes what no other does
-        again; 0 of the first reading."""
-        timed = self._reading is not None and not lap.compiled
+        prompts, and of the drafter's reading, both less the noise of the clock. None before a plain
+        pass was timed, or where this one reads another that did, and of the first round of a shape,
+        which takes what no other does again; 0 of the first reading."""
+        samples, timed = self._samples(lap.rows), self._reading is not None and not lap.compiled
         reading = lap.reading_seconds if timed else 0.0
         if self._reading:
             reading = min(reading, HELD_UP * (_low(self._reading) or 0.0) * lap.reading_tokens)
         prefill = _low(self._prefill) if lap.read_tokens else 0.0
-        if prefill is None or not self.timed(lap.rows) or self._samples(lap.rows).new(lap):
-            return None, reading
-        return lap.seconds - lap.read_tokens * prefill, reading
+        if prefill is None or not self.timed(lap.rows) or samples.new(lap):
+            return None, reading / samples.noise
+        return (lap.seconds - lap.read_tokens * prefill) / samples.noise, reading / samples.noise
 
     def add(self, lap: Lap) -> None:
         if self._given is not None or lap.verify_seconds <= 0:
@@ -289,6 +290,14 @@ class _Samples:
         live = self._of.get(kind, ())
         prior = [] if loaded is None else [loaded] * min(self._weight, SAMPLES - len(live))
         return _low([*prior, *live])
+
+    @property
+    def noise(self) -> float:
+        """Times what they are taken for that plain passes take in the middle: what the clock says
+        of drafts is divided by it, or its noise would be booked as a loss of theirs. At first,
+        where passes get faster, what falls is no noise."""
+        live = self._of.get("plain", ())
+        return median(live) / low(live) if live and self.rounds > STALE else 1.0
 
     @property
     def stale(self) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import gt
 from typing import ClassVar, NamedTuple
 
 from forerun.checks import whole
@@ -152,6 +152,7 @@ class _Weighed(Plan):
         self._price = price * rows / costs.plain
         self._budget = min(pace.reserve, pace.budget) * costs.plain
         self._rides = costs.prefill is not None and any(seat.rides for seat in seats)
+        self._judging = (costs.widening,) if self._rides else costs.judging
         self._apart = costs.packed and rows > 1
         """Whether each row's tokens make the pass wider by themselves."""
         judged = costs.retime == "judged" and self._budget >= costs.seconds(1) - costs.plain
@@ -175,8 +176,7 @@ class _Weighed(Plan):
         costs, out = self._costs, list[int]()
         step = 0.0 if self._paid else costs.draft_seconds(1)
         seen = self._trims and not seats[0].blind
-        drafting = len(seats) if self._apart else 1
-        behind = costs.cold * (not self._rides) if seen else self._added(1) * drafting
+        behind = costs.cold * (not self._rides) if seen else self._added(1, len(seats))
         if step + behind > self._budget:
             return out
         for i, seat in enumerate(seats):
@@ -184,105 +184,102 @@ class _Weighed(Plan):
             if unread * self._rows <= costs.plain * seat.left and unread <= reserve - step:
                 reserve -= unread
                 out.append(i)
-        self._loss = step + self._added(1) * (len(out) if self._apart else 1)
+        self._loss = step + self._added(1, len(out))
         return out
 
-    def _added(self, tokens: int) -> float:
-        """Seconds by which the n-th token of a row makes the pass longer."""
+    def _added(self, tokens: int, rows: int = 1) -> float:
+        """Seconds by which the n-th token of so many rows makes the pass longer."""
         if tokens <= self._paid and not self._apart:
             return 0.0
-        costs, judging = self._costs, self._costs.judging
-        seconds = costs.widening if self._rides else judging[min(tokens, len(judging)) - 1]
-        return seconds / (self._rows if self._apart else 1)
+        seconds = self._judging[min(tokens, len(self._judging)) - 1]
+        return seconds * rows / self._rows if self._apart else seconds
 
     def _step(self, tokens: int, rows: int) -> float:
         """Seconds of a draft step behind so many tokens, and of judging what it drafts in rows."""
         step = self._costs.draft if tokens >= self._paid else 0.0
-        return step + self._added(tokens + 1) * (rows if self._apart else 1)
+        return step + self._added(tokens + 1, rows)
 
-    def best(self, kept: Sequence[float], step: float) -> tuple[int, float]:
-        """The beginning of a draft that is worth most net of its time, as far as the budget pays
-        for what it may lose, and what it is worth in tokens; a token takes a `step` to draft."""
+    def best(self, drafts: Sequence[Sequence[float]], step: float) -> tuple[int, float]:
+        """The length that is worth most net of its time, as far as the budget pays for what it may
+        lose, and what it is worth in tokens, of drafts whose first, first two, … tokens are all
+        kept with these chances; a token of all takes a `step`."""
         count, best, worth, loss = 0, 0.0, 0.0, 0.0
-        for n, chance in enumerate(kept, 1):
-            dear = step + self._added(n)
-            worth, loss = worth + chance - self._price * dear, loss + dear
-            if (1 - chance) * loss > self._budget:
+        for n, chances in enumerate(zip(*drafts, strict=True), 1):
+            dear, kept = self._price * self._added(n), sum(chances)
+            gain = sum(max(c - dear, 0.0) for c in chances) if self._apart else kept - dear
+            worth, loss = (
+                worth + gain - self._price * step,
+                loss + step + self._added(n, len(drafts)),
+            )
+            if (1 - kept / len(drafts)) * loss > self._budget:
                 break
             if worth > best:
                 count, best = n, worth
         return count, best
 
+    def _expected(self, seat: int, tokens: int) -> list[float]:
+        """Chances that so many first tokens of a draft are kept, before it is seen."""
+        first, later = self._outlooks[seat]
+        return [first * later**n for n in range(tokens)]
+
     def foresee(self, begun: Sequence[int], high: int) -> None:
-        """The lengths of drafts that are not seen until they are judged: of some that would go as
-        is expected, as far as they pay together, or a token to learn from."""
-        plan = copy(self)
-        plan._kept, plan._trims = [[] for _ in self._kept], self._rows == 1
-        going = {i: Chance(*self._outlooks[i]) for i in begun}
-        for _ in range(high):
-            for i in going:
-                self.most[i] += 1
-            goes = plan.go([going.get(i) for i in range(len(self.most))])
-            going = {i: Chance(c.kept * c.next, c.next) for i, c in going.items() if goes[i]}
-            if not going:
-                break
-        for i in begun:
-            self.most[i] = max(self.most[i] - plan.trim(i), 1)
+        """The lengths of drafts that are not seen until they are judged, as they pay together, or
+        a token to learn from."""
+        drafts = [self._expected(i, high) for i in begun]
+        count, _ = self.best(drafts, self._costs.draft)
+        dear = [self._price * self._added(n) * self._apart for n in range(1, count + 1)]
+        for i, kept in zip(begun, drafts, strict=True):
+            self.most[i] = max(sum(map(gt, kept, dear)), 1)
 
     def free(self, seat: int, kept: Sequence[float]) -> int | None:
-        """The best beginning, unless the model's is worth more. A model's step is only taken behind
-        tokens that are kept, as far as its draft says."""
-        count, own = self.best(kept, self._costs.free)
-        chance, model, before = self._outlooks[seat].first, 0.0, 1.0
-        for n in range(1, FORESEEN + 1):
-            model += chance - before * self._price * (self._costs.draft + self._added(n))
-            if model > own:
-                return None
-            chance, before = chance * self._outlooks[seat].later, chance
-        return count
+        """The best beginning, unless the model's is worth more, as far as its outlook says."""
+        count, own = self.best([kept], self._costs.free)
+        _, model = self.best([self._expected(seat, FORESEEN)], self._costs.draft)
+        return None if model > own else count
 
     def go(self, chances: Sequence[Chance | None]) -> list[bool]:
         """The seats that want another token, if that is worth its time to them in sum, and the
         budget pays for what it may lose, by how likely that is."""
         self._tokens += 1
-        following = self._price * self._added(self._tokens + 1)
-        going, likely, worth, kept = list[int](), list[Chance](), 0.0, 0.0
+        dear = self._price * self._added(self._tokens)
+        following = self._price * self._added(self._tokens + 1) if self._apart else 0.0
+        out, going, worth, kept = [False] * len(chances), dict[int, Chance](), 0.0, 0.0
         for seat, chance in enumerate(chances):
             if chance is None:
                 continue
             self._kept[seat].append(chance.kept)
             gain = chance.kept * chance.next
             if self._trims:
-                own = self._surplus + chance.kept - self._price * self._added(self._tokens)
+                own = self._surplus + chance.kept - dear
                 self._trimmed = self._trimmed + 1 if own < 0 else 0
                 self._surplus = min(own, 0.0)
-                gain += self._surplus
-            if not self._apart or gain > following:
-                going.append(seat)
-                likely.append(chance)
+                worth += self._surplus
+            if gain > following:
+                going[seat] = chance
                 worth, kept = worth + gain, kept + chance.kept
-        out = [False] * len(chances)
         if not going:
             return out
-        loss = self._loss + self._step(self._tokens, len(going))
-        if self._pays(worth, likely) and (1 - kept / len(going)) * loss <= self._budget:
+        step = self._step(self._tokens, len(going))
+        loss = self._loss + step
+        if (1 - kept / len(going)) * loss > self._budget:
+            return out
+        worth -= self._price * step
+        if worth > 0 or self._ahead(worth, going.values()):
             self._loss = loss
             for seat in going:
                 out[seat] = True
         return out
 
-    def _pays(self, worth: float, going: Sequence[Chance]) -> bool:
-        """Whether the next token, with a gain that is `worth` so much, is worth its time; if it
-        pays for a level of the pass, with as many of those behind it as is best."""
-        tokens, rows = self._tokens, len(going)
-        worth -= self._price * self._step(tokens, rows)
+    def _ahead(self, worth: float, going: Collection[Chance]) -> bool:
+        """Whether the next token, `worth` too little alone, pays for a level of the pass with some
+        of those behind it."""
         gains = [chance.kept * chance.next for chance in going]
-        for n in range(tokens + 1, len(self._costs.passes) + 1):
-            if worth > 0:
-                break
+        for n in range(self._tokens + 1, len(self._costs.passes) + 1):
             gains = [gain * chance.next for gain, chance in zip(gains, going, strict=True)]
-            worth += sum(gains) - self._price * self._step(n, rows)
-        return worth > 0
+            worth += sum(gains) - self._price * self._step(n, len(going))
+            if worth > 0:
+                return True
+        return False
 
     def leaves(self, drafted: Sequence[int]) -> list[list[int]]:
         """Where a rejection is likeliest, as many as are worth their places in the target's pass,
