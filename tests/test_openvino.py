@@ -771,6 +771,15 @@ def test_a_checkpoint_in_16_bits_is_not_widened_to_be_exported(
         assert dtypes == ([dtype, "fp32"] if family.startswith("gemma3") else [dtype])
 
 
+@pytest.mark.usefixtures("own_store")
+def test_positions_that_are_not_in_the_checkpoint_are_not_rounded(tmp_path: Path) -> None:
+    """They are weights to Marian's classes, which make them themselves."""
+    build_encoder_decoder("marian").bfloat16().save_pretrained(tmp_path)
+    exact = hf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    for name, weight in from_name(tmp_path).module().state_dict().items():
+        assert torch.equal(weight.float(), exact[name]), name
+
+
 def test_weights_that_are_not_bfloat16_stay(model: Any) -> None:
     with halved(model):
         graph = export(model)

@@ -81,8 +81,6 @@ def read(prompt: Any, name: str = "a prompt") -> Content:
     `PromptError` if it is none of these; says what was given."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         prompt = _only(prompt["input_ids"], name)
-    if _is_conversation(prompt):
-        return list(chat.conversation(prompt))
     if isinstance(prompt, str):
         try:
             prompt.encode("utf-8")
@@ -92,6 +90,8 @@ def read(prompt: Any, name: str = "a prompt") -> Content:
                 f"{prompt[error.start]!r}; decode its bytes with errors='replace'"
             ) from error
         return str(prompt)
+    if _is_conversation(prompt):
+        return list(chat.conversation(prompt))
     if _is_array(prompt):
         if prompt.ndim != 1:
             raise PromptError(
@@ -113,13 +113,12 @@ def read(prompt: Any, name: str = "a prompt") -> Content:
 
 def encode(tokenizer: Any, content: Content) -> list[int]:
     """Token ids of a content; ids pass through."""
-    if not isinstance(content, str) and not _is_conversation(content):
+    text = isinstance(content, str)
+    if not text and not _is_conversation(content):
         return list(content)  # type: ignore[arg-type]
     if tokenizer is None:
         raise SettingError("this model has no tokenizer; give token ids instead of text")
-    if isinstance(content, str):
-        return chat.encode(tokenizer, content)
-    return chat.render(tokenizer, content)  # type: ignore[arg-type]
+    return (chat.encode if text else chat.render)(tokenizer, content)  # type: ignore[arg-type]
 
 
 def answering(tokenizer: Any, how: Sampling) -> Sampling:
@@ -259,12 +258,13 @@ class Reader:
                 f"the prompt has {len(ids)} tokens and the {what} {most}; shorten the prompt"
             )
         text: Any = prompt.content
-        talk = _is_conversation(text)
-        if talk:
-            text = str(text[-1]["content"])
-        elif not isinstance(text, str):
-            text = str(ids) if self.tokenizer is None else str(self.tokenizer.decode(ids))
-        talk = talk or (self.wrap and isinstance(prompt.content, str))
+        talk = self.wrap
+        if not isinstance(text, str):
+            talk = _is_conversation(text)
+            if talk:
+                text = str(text[-1]["content"])
+            else:
+                text = str(ids) if self.tokenizer is None else str(self.tokenizer.decode(ids))
         if self.encodes or talk:
             text = f"{text}\n"  # what is written does not go on from it
         if talk:

@@ -11,6 +11,7 @@ from serve.conftest import running
 from serve.test_tools import CALLS, ROME, Served, Weather, openai
 
 SAID = {"model": "forerun", "input": "Who are you?", "temperature": 0}
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
@@ -107,11 +108,13 @@ def test_a_conversation_with_a_tool(caller):
         ({"tools": [{"type": "web_search"}]}, 501, "tools"),
         ({"input": [{"role": "nobody", "content": "x"}]}, 400, "messages"),
         ({"temprature": 1}, 400, "temprature"),
+        ({"metadata": {"a": float("nan")}}, 400, "metadata"),
         ({"store": True, "truncation": "disabled", "include": []}, 200, None),
     ],
 )
 def test_what_is_not_kept_is_named(shipped, body, status, field):
-    answer = shipped.post("/responses", **SAID | {"max_output_tokens": 2} | body)
+    text = json.dumps(SAID | {"max_output_tokens": 2} | body)  # what httpx would not write, too
+    answer = shipped.http.post("/responses", content=text, headers=JSON)
     assert answer.status_code == status, answer.text
     error = answer.json().get("error")
     assert (error and error["param"]) == field

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from forerun.serve.errors import bad, unsupported
 from forerun.serve.fields import NEUTRAL, REFUSED
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
@@ -96,20 +95,20 @@ class StructuredOutputs(BaseModel):
 class Generation(BaseModel):
     """Fields that both kinds of request have."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     model: str | None = None
     max_tokens: int | None = Field(
         None, ge=-1, description="0 writes nothing: echo scores; -1: as many as the context holds"
     )
-    temperature: Annotated[Number, Field(ge=0)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, description="0 or -1 keeps all")
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
-    presence_penalty: Annotated[Number, Field(ge=-1000, le=1000)] | None = None
-    frequency_penalty: Annotated[Number, Field(ge=-1000, le=1000)] | None = None
-    logit_bias: dict[str, Number] | None = Field(None, max_length=1024)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    presence_penalty: float | None = Field(None, ge=-1000, le=1000)
+    frequency_penalty: float | None = Field(None, ge=-1000, le=1000)
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     n: int | None = Field(None, ge=1, le=128)
     stop: str | Items[str] | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from forerun.serve.answers import Answer
 from forerun.serve.errors import ApiError, bad, unsupported
@@ -48,8 +48,9 @@ class ResponseRequest(Generation):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[dict[str, JsonValue]] | None = None
+    tool_choice: str | dict[str, JsonValue] | None = None
+    metadata: dict[str, JsonValue] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -169,7 +170,7 @@ class ResponseAnswer:
             "store": False,
             "previous_response_id": None,
             "truncation": "disabled",
-            "metadata": (request.model_extra or {}).get("metadata") or {},
+            "metadata": request.metadata or {},
             "tools": request.tools or [],
             "tool_choice": request.tool_choice or "auto",
             "parallel_tool_calls": request.parallel_tool_calls is not False,

@@ -114,7 +114,8 @@ def _loaded(name: str | Path, trust_remote_code: bool) -> Any:
     if dtype := {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(kinds)):
         model = load_model(name, "cpu", dtype, trust_remote_code, mapped=True)
         made = dict(model.named_buffers())
-        if not any(made[name].dtype in HALF for name in made.keys() - model.state_dict().keys()):
+        rounded = any(made[name].dtype in HALF for name in made.keys() - model.state_dict().keys())
+        if not rounded and not model._keys_to_ignore_on_save:
             return model
     return load_model(name, "cpu", "fp32", trust_remote_code)
 
