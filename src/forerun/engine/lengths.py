@@ -178,14 +178,15 @@ class Lengths:
                 asks = row.policy.stops_early
                 out[i] = not asks or bool(self._behind(i, row.policy.step, tokens[i]))
         for group in self._groups:
-            if group.plan is None or not any(tokens[i] is not None for i in group.seats):
+            if group.plan is None:
                 continue
             if free:
                 for i in group.seats:
                     out[i] = True
                 continue
-            rows = [(i, self._rows[i].policy.forecast) for i in group.seats]
-            chances = [self._behind(i, forecast, tokens[i]) for i, forecast in rows]
+            chances = [
+                self._behind(i, self._rows[i].policy.forecast, tokens[i]) for i in group.seats
+            ]
             for i, goes in zip(group.seats, group.plan.go(chances), strict=True):
                 out[i] = goes
         return out
@@ -253,8 +254,10 @@ class Lengths:
             free: rows whose draft cost no step of a model; forecasts are of the model's.
         """
         for i, (row, seen) in enumerate(zip(self._rows, rounds, strict=True)):
-            if seen is None or i in self.failed or (row.group is not None and i in free):
+            if seen is None or i in self.failed:
                 continue
+            if row.group is not None and (i in free or not seen.drafted):
+                continue  # it teaches no forecaster anything
             if seen.drafted:
                 by = row.given or costs
                 shown = [self._shown(i, token) for token in seen.tokens[: seen.drafted]]

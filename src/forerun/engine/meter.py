@@ -151,7 +151,7 @@ class Meter:
             return self._given(rows)
         samples = self._samples(rows)
         if samples.costs is None:
-            samples.costs = self._summed(samples)
+            samples.costs, samples.noise = self._summed(samples), samples.spread()
         return samples.costs
 
     def timed(self, rows: int) -> bool:
@@ -162,7 +162,10 @@ class Meter:
         """Seconds of a round to compare with the costs, without what it takes the target to read
         prompts, and of the drafter's reading, both less the noise of the clock. None before a plain
         pass was timed, or where this one reads another that did, and of the first round of a shape,
-        which takes what no other does again; 0 of the first reading."""
+        which takes what no other does again; 0 of the first reading. None, too, of rounds without a
+        draft, which nobody books."""
+        if not lap.steps and lap.width == 1 and not lap.reading_tokens:
+            return None, 0.0
         samples, timed = self._samples(lap.rows), self._reading is not None and not lap.compiled
         reading = lap.reading_seconds if timed else 0.0
         if self._reading:
@@ -275,6 +278,8 @@ class _Samples:
         """Rounds, and the newest with a plain pass, and with one that judged: a table of another
         start is tried soon."""
         self.costs: Costs | None = None
+        self.noise = 1.0
+        """See `spread`; found with the costs."""
 
     def live(self, kind: str | int) -> bool:
         """Whether rounds have timed it."""
@@ -291,8 +296,7 @@ class _Samples:
         prior = [] if loaded is None else [loaded] * min(self._weight, SAMPLES - len(live))
         return _low([*prior, *live])
 
-    @property
-    def noise(self) -> float:
+    def spread(self) -> float:
         """Times what they are taken for that plain passes take in the middle: what the clock says
         of drafts is divided by it, or its noise would be booked as a loss of theirs. At first,
         where passes get faster, what falls is no noise."""
