@@ -101,6 +101,8 @@ def test_a_failing_policy_leaves_its_request_plain_and_one_line(
 class VirtualRequest:
     """A text in a batch on a machine with made-up times."""
 
+    rng: np.random.Generator
+    """Of its own, so that it is the same request under every controller."""
     chance: float
     """That a drafted token is accepted."""
     left: int = 48
@@ -114,7 +116,7 @@ def served(
     chances: Sequence[float] = (0.95, 0.85, 0.6, 0.3),
     drafts: float = 1.0,
 ) -> float:
-    """Tokens per second of 300 steps, a plain one of a second.
+    """Tokens per second of 300 steps, a plain one of a second, as is reading a prompt.
 
     Args:
         spec: of the controller.
@@ -123,17 +125,19 @@ def served(
         chances: of requests, that a drafted token is accepted.
         drafts: share of rounds in which the drafter has anything to propose.
     """
-    lengths, rng = BatchLengths(spec, most=8), np.random.default_rng(1)
+    lengths, joined = BatchLengths(spec, most=8), 0
     running: dict[str, VirtualRequest] = {}
     tokens = seconds = 0.0
-    for step in range(300):
-        joins = len(running) < rows
+    for _ in range(300):
+        joins = rows - len(running)
         while len(running) < rows:
-            name = f"{step}-{len(running)}"
-            running[name] = VirtualRequest(rng.choice(chances))
-            lengths.join(name, None, certain=True)
+            joined += 1
+            rng = np.random.default_rng([1, joined])
+            running[str(joined)] = VirtualRequest(rng, rng.choice(chances))
+            lengths.join(str(joined), None, certain=True)
         judged = {}
         for name, request in running.items():
+            rng = request.rng
             drafted = min(request.asked, request.left - 1) * bool(rng.random() < drafts)
             kept = int((rng.random(drafted) < request.chance).cumprod().sum())
             judged[name] = judged_round(drafted, kept, request.asked)
@@ -160,14 +164,17 @@ def test_auto_is_never_slower(added: tuple[float, float]) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "added", "drafts"),
-    [(1, (0.25, 0.03), 1), (4, (0.25, 0.03), 1), (8, (0.5, 0.05), 1), (4, (0.002, 0.05), 0.4)],
-)
+    [
+        (1, (0.25, 0.03), 1), (4, (0.25, 0.03), 1), (8, (0.25, 0.03), 1), (8, (0.5, 0.05), 1),
+        (4, (0.002, 0.05), 0.4),
+    ],
+)  # fmt: skip
 def test_auto_is_the_best_length_of_a_mixed_batch(
     rows: int, added: tuple[float, float], drafts: float
 ) -> None:
     """A draft step is shared by all rows, what is judged is not; an n-gram draft costs no step."""
-    fixed = [served(f"fixed({n})", rows, added, drafts=drafts) for n in (0, 2, 4, 8)]
-    assert served("auto", rows, added, drafts=drafts) >= 0.9 * max(fixed)
+    fixed = [served(f"fixed({n})", rows, added, drafts=drafts) for n in (0, 1, 2, 4, 8)]
+    assert served("auto", rows, added, drafts=drafts) >= max(0.95 * max(fixed), fixed[0])
 
 
 def test_costs_come_from_steps_of_their_shape() -> None:

@@ -269,7 +269,8 @@ def _returned(call: PreparedCall, done: list[Completion]) -> Any:
     cache = cache_of(columns, call.padding, call.cache) if len(columns) == len(done) else None
     if not config.return_dict_in_generate:
         return sequences
-    logits, scores = None, None
+    logits: Any = None
+    scores = None
     if config.output_logits or config.output_scores:  # 0 where a row has ended
         known = [torch.stack(list(completion.logits or ())).float() for completion in done]
         logits = pad_sequence(known, batch_first=True).to(ids.device).unbind(1)

@@ -119,7 +119,10 @@ def tensorrt_llm(job: ExportJob) -> Configured:
     """A length of `draft_len_schedule` holds from its batch size on."""
 
     def configured(rows: Sequence[Mapping[str, Any]], longest: int) -> dict[str, Any]:
-        drafts = {"decoding_type": "Draft_Target", "speculative_model_dir": job.draft}
+        drafts: dict[str, Any] = {
+            "decoding_type": "Draft_Target",
+            "speculative_model_dir": job.draft,
+        }
         if job.matched is not None:
             drafts = {"decoding_type": "NGram", "max_matching_ngram_size": job.matched[0]}
         schedule = {row["batch"]: row["num_speculative_tokens"] for row in rows}
