@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from types import MethodType
 from typing import Any
 
@@ -11,6 +12,10 @@ from forerun.controllers import Controller
 from forerun.errors import SettingError
 from forerun.hosts.speculative import Speculative
 from forerun.rules import AcceptanceRule
+from forerun.runtime.cache import CACHE_ARGUMENTS
+
+CACHING = "generation_config", "use_cache", *CACHE_ARGUMENTS
+"""Arguments that may say something of a cache."""
 
 
 def attach(
@@ -66,6 +71,7 @@ class Attached:
 
     def __init__(self, model: Any, speculative: Speculative) -> None:
         self._model, self._speculative = model, speculative
+        self._signature = inspect.signature(speculative)
         functools.update_wrapper(self, MethodType(type(model).generate, model))
 
     def __reduce__(self) -> Any:  # a copy of the model has its own
@@ -83,8 +89,12 @@ class Attached:
                     f"{name} cannot be served by speculation; leave it out, or call "
                     "type(model).generate(model, ...)"
                 )
-        # transformers hands on what the signature names, but for the streamer.
+        if all(kwargs.get(name) is None for name in CACHING):
+            kwargs["use_cache"] = False  # one that nobody would read takes a tenth of a call
+        # transformers hands on what the signature names, but for the streamer, and asks for it
+        # twice a call, which takes longer of an object.
         run = functools.partial(self._speculative, streamer=kwargs.get("streamer"))
+        run.__signature__ = self._signature  # type: ignore[attr-defined]
         return plain(self._model, *args, custom_generate=run, **self._stopped(kwargs))
 
     def _stopped(self, kwargs: dict[str, Any]) -> dict[str, Any]:
