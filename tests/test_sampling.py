@@ -153,6 +153,7 @@ def test_nothing_to_do_is_free_and_input_is_never_changed() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens must be"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens must be between"),
         ({"stop": ("",)}, "stop must be"),
+        ({"bad_words": "b\ud800"}, "half a character"),
         ({"logit_bias": {1: float("inf")}}, "logit_bias of token 1 must be"),
         ({"presence_penalty": float("inf")}, "presence_penalty must be"),
     ],

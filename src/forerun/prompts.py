@@ -82,14 +82,7 @@ def read(prompt: Any, name: str = "a prompt") -> Content:
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         prompt = _only(prompt["input_ids"], name)
     if isinstance(prompt, str):
-        try:
-            prompt.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise PromptError(
-                f"{name} holds half a character (a lone surrogate) at place {error.start}: "
-                f"{prompt[error.start]!r}; decode its bytes with errors='replace'"
-            ) from error
-        return str(prompt)
+        return chat.whole(prompt, name)
     if _is_conversation(prompt):
         return list(chat.conversation(prompt))
     if _is_array(prompt):
@@ -113,12 +106,13 @@ def read(prompt: Any, name: str = "a prompt") -> Content:
 
 def encode(tokenizer: Any, content: Content) -> list[int]:
     """Token ids of a content; ids pass through."""
-    text = isinstance(content, str)
-    if not text and not _is_conversation(content):
+    if not isinstance(content, str) and not _is_conversation(content):
         return list(content)  # type: ignore[arg-type]
     if tokenizer is None:
         raise SettingError("this model has no tokenizer; give token ids instead of text")
-    return (chat.encode if text else chat.render)(tokenizer, content)  # type: ignore[arg-type]
+    if isinstance(content, str):
+        return chat.encode(tokenizer, content)
+    return chat.render(tokenizer, content)  # type: ignore[arg-type]
 
 
 def answering(tokenizer: Any, how: Sampling) -> Sampling:

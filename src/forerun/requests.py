@@ -120,7 +120,8 @@ class Sampling:
             self._set("seed", _integer("seed", self.seed, -math.inf, math.inf))
         for name in ("stop", "bad_words"):
             texts = _several(name, getattr(self, name), str, "text")
-            require(all(texts), name, texts, "made of non-empty strings")
+            good = all(t and t.encode("utf-8", "ignore").decode() == t for t in texts)
+            require(good, name, texts, "made of strings, none empty or with half a character")
             self._set(name, texts)
         for name in ("eos", "allowed_tokens"):
             if (ids := getattr(self, name)) is not None:

@@ -109,6 +109,7 @@ def test_a_conversation_with_a_tool(caller):
         ({"input": [{"role": "nobody", "content": "x"}]}, 400, "messages"),
         ({"temprature": 1}, 400, "temprature"),
         ({"metadata": {"a": float("nan")}}, 400, "metadata"),
+        ({"instructions": "\ud800"}, 400, "messages"),
         ({"store": True, "truncation": "disabled", "include": []}, 200, None),
     ],
 )

@@ -79,7 +79,7 @@ class ResponseRequest(Generation):
         given["parallel_tool_calls"] = self.parallel_tool_calls
         if self.tools:
             given["tools"] = [_nested(tool) for tool in self.tools]
-        choice = self.tool_choice
+        choice: Any = self.tool_choice
         if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
             tools = [_nested(tool) for tool in choice.get("tools", ())]
             choice = {"type": "allowed_tools", "allowed_tools": {**choice, "tools": tools}}
