@@ -276,7 +276,7 @@ def _returned(call: PreparedCall, done: list[Completion]) -> Any:
         logits = pad_sequence(known, batch_first=True).to(ids.device).unbind(1)
     if config.output_scores:
         beginnings = (sequences[:, : ids.shape[1] + place] for place in range(longest))
-        scores = tuple(map(call.processors, beginnings, (raw.clone() for raw in logits)))
+        scores = tuple(map(call.processors, beginnings, (raw.clone() for raw in logits or ())))
     encodes = call.source is not None
     kind: Any = (
         generation.GenerateEncoderDecoderOutput if encodes else generation.GenerateDecoderOnlyOutput
