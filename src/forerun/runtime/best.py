@@ -83,7 +83,8 @@ def _moments(row: NDArray[np.float32], top: np.float32) -> tuple[float, float]:
     below, weights = _scratch(len(row))
     np.subtract(row, top, out=below)  # ≤ 0
     np.exp(below, out=weights)
-    total = float(weights.sum())
-    # -inf counts nothing: its weight is 0, and the clip keeps 0 · inf from being NaN.
-    np.maximum(below, LOWEST, out=below)
-    return total, math.log(total) - float(weights.dot(below)) / total
+    # `vdot` takes 0 · inf for NaN without a warning, and saves a clip where nothing is excluded.
+    total, mean = float(weights.sum()), float(np.vdot(weights, below))
+    if math.isnan(mean):  # -inf counts nothing: its weight is 0
+        mean = float(np.vdot(weights, np.maximum(below, LOWEST, out=below)))
+    return total, math.log(total) - mean / total
