@@ -43,9 +43,17 @@ REAL = {
 METHODS = "plain", "fixed(4)", "auto"
 ROWS = 1, 4
 LIVE = [f"{method}, {rows}" for rows in ROWS for method in METHODS[1:]]
-LEARNING = "auto", "exllama-confidence"
 DEPTH, SLOPE = 12, 0.02
 """Tokens recorded at each place, and what one adds to a pass, in plain passes."""
+LEARNING = "auto", "exllama-confidence"
+ENGINES = (
+    f"auto(high={DEPTH})", f"exllama-confidence(high={DEPTH})", "exllama-confidence",
+    f"exllama-ema(high={DEPTH})", "exllama-ema", "sglang-ema", f"goodput(high={DEPTH})",
+    f"hf-threshold(length={DEPTH})", "fixed(4)",
+)  # fmt: skip
+"""Of exllamav3 1.6.5 and 1.4, SGLang, vLLM and transformers."""
+RATIOS, STREAMS = (4, 8, 20), 4
+"""Cost ratios, and random orders of the prompts."""
 OTHER = Task("", "", [*range(5, 21)], Sampling(max_new_tokens=8))
 """What warms up: no prompt that is measured, or `memory` would know its text."""
 
@@ -72,6 +80,27 @@ def main(
                 model = forerun.load(target, drafts[drafter], **how)
                 results[drafter] = _replayed(model, tasks_of(model, target, prompts, tokens))
         save(name, provenance(model, **settings), results, _text(results, timed, cpu))
+
+
+def engines(prompts: int, tokens: int) -> None:
+    """`auto` beside the rules of other engines, by replay of the shipped pair; write
+    `engines-replay.json`."""
+    model = forerun.load(dtype="float32")
+    trace = record(model, tasks_of(model, None, prompts, tokens), depth=DEPTH)
+    orders = np.stack([np.random.default_rng(n).permutation(trace.prompts) for n in range(STREAMS)])
+    results: dict[str, dict[str, float]] = {}
+    for spec in ENGINES:
+        done = {f"c = {c}": stream(trace, spec, Costs.synthetic(c, SLOPE), orders) for c in RATIOS}
+        results[spec] = {
+            cell: float(one.plain_seconds.sum() / one.seconds.sum()) for cell, one in done.items()
+        }
+    rows = [[f"`{spec}`", *(f"{x:.2f}" for x in own.values())] for spec, own in results.items()]
+    text = (
+        f"{trace.prompts} greedy prompts in {STREAMS} random orders as requests of one engine. Speed "
+        f"over plain decoding where a pass of the target costs c draft steps, and each further token "
+        f"of it {SLOPE} of one.\n\n" + table(["controller", *next(iter(results.values()))], rows)
+    )
+    save("engines-replay", provenance(model, prompts=prompts, tokens=tokens), results, text)
 
 
 @contextmanager

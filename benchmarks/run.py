@@ -107,6 +107,12 @@ def _drafters(
     drafters.main(prompts, tokens, target, eagle3, timed, cpu)
 
 
+@app.command("engines-replay")
+def _engines(prompts: int = 2, tokens: int = 48):
+    """`auto` beside the rules of exllamav3, SGLang, vLLM and transformers, by replay."""
+    drafters.engines(prompts, tokens)
+
+
 @app.command("starting-lengths")
 def _starting(
     prompts: int = 3,
