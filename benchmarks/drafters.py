@@ -96,9 +96,10 @@ def engines(prompts: int, tokens: int) -> None:
         }
     rows = [[f"`{spec}`", *(f"{x:.2f}" for x in own.values())] for spec, own in results.items()]
     text = (
-        f"{trace.prompts} greedy prompts in {STREAMS} random orders as requests of one engine. Speed "
-        f"over plain decoding where a pass of the target costs c draft steps, and each further token "
-        f"of it {SLOPE} of one.\n\n" + table(["controller", *next(iter(results.values()))], rows)
+        f"{trace.prompts} greedy prompts in {STREAMS} random orders as requests of one engine. "
+        "Speed over plain decoding where a pass of the target costs c draft steps, and each "
+        f"further token of it {SLOPE} of one.\n\n"
+        + table(["controller", *next(iter(results.values()))], rows)
     )
     save("engines-replay", provenance(model, prompts=prompts, tokens=tokens), results, text)
 
