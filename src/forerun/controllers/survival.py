@@ -39,7 +39,7 @@ GREEDY = LogOdds(-0.44, 1.37, 0.0, 1.23, 0.70, 0.35)
 """Where no coins decide; `python -m benchmarks.auto_prior` made both."""
 SAMPLED = LogOdds(0.52, 0.0, 3.34, 0.97, 0.83, 0.29)
 """Where coins do."""
-BLIND = (0.8, 2.0), (3.4, 4.0)
+BLIND = 0.8, 2.0, 3.4, 4.0
 """First tokens of rounds, and later ones, kept and judged, that a draft without signals starts
 from."""
 
@@ -53,7 +53,7 @@ class SurvivalState(NamedTuple):
     """The request's own constant, of drafted tokens and of the next one."""
     weight: float = 0.0
     """`Σ w` it was learned from."""
-    counts: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    counts: tuple[float, ...] = BLIND
     """Of drafts without signals first tokens kept and judged, and later ones."""
 
 
@@ -94,7 +94,8 @@ class Survival(Forecaster):
         """From a share of what the request before has learned."""
         if before is None:
             return SurvivalState(certain)
-        counts = tuple(self.carried * count for count in before.counts)
+        pairs = zip(BLIND, before.counts, strict=True)
+        counts = tuple(prior + self.carried * (count - prior) for prior, count in pairs)
         return SurvivalState(certain, self.carried * before.shift, 0.0, counts)
 
     def limit(self, state: SurvivalState) -> int:
@@ -112,7 +113,7 @@ class Survival(Forecaster):
             first, later = _counted(state)
             kept, following = (later if memo else first), later
         else:
-            by = self._prior(state)
+            by: LogOdds = select(state.certain, GREEDY, SAMPLED)
             kept = sigmoid(by.drafted(token) + state.shift)
             following = sigmoid(by.following(token) + state.shift)
         chance = Chance(memo.kept * kept if memo else kept, following)
@@ -126,8 +127,8 @@ class Survival(Forecaster):
             return state
         if not round.shows("logit_margin"):
             return state._replace(counts=self._counts(state, round))
-        by, weight, miss = self._prior(state), state.weight, 0.0
-        guess: float = by.first
+        by: LogOdds = select(state.certain, GREEDY, SAMPLED)
+        guess, weight, miss = by.first, state.weight, 0.0
         for i in range(most):
             inside, hit, chance = i < count, round.accept_prob[i], sigmoid(guess + state.shift)
             weight = weight + inside * chance * (1 - chance)
@@ -147,13 +148,8 @@ class Survival(Forecaster):
             counts[kept + 1] = counts[kept + 1] + inside
         return tuple(counts)
 
-    def _prior(self, state: SurvivalState) -> LogOdds:
-        by: LogOdds = select(state.certain, GREEDY, SAMPLED)
-        return by
-
 
 def _counted(state: SurvivalState) -> tuple[float, float]:
     """Chances of a first token and of later ones, of drafts without signals."""
     first, judged, later, later_judged = state.counts
-    (kept, tries), (later_kept, later_tries) = BLIND
-    return (first + kept) / (judged + tries), (later + later_kept) / (later_judged + later_tries)
+    return first / judged, later / later_judged

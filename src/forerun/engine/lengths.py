@@ -201,7 +201,7 @@ class Lengths:
     def _behind(self, i: int, question: Callable[..., Any], token: Token | None) -> Any:
         """A policy's answer about what follows a token, whose memo is kept; None if it fails."""
         row = self._rows[i]
-        if token is None or i in self.failed:
+        if token is None:
             return None
         answer = self._asked(i, question, row.state, row.memo, self._shown(i, token))
         answer, row.memo = answer or (None, None)

@@ -235,9 +235,9 @@ class Meter:
         guess = scale * times.draft_seconds(rows) if draft else plain / self._ratio
         step = low("step", step) or guess
         first = low("first", first) or step
-        if not samples.live("first"):  # a look shall be affordable that shows whether that is so
+        if low("first") is None:  # a look shall be affordable that shows whether that is so
             first = min(first, plain)
-        if not samples.live("step"):
+        if low("step") is None:
             step = min(step, first)
         behind = low("behind")
         reading = self._times.draft.get((1, WIDEST), 0.0) / WIDEST
@@ -280,10 +280,6 @@ class _Samples:
         self.costs: Costs | None = None
         self.noise = 1.0
         """See `spread`; found with the costs."""
-
-    def live(self, kind: str | int) -> bool:
-        """Whether rounds have timed it."""
-        return kind in self._of
 
     @property
     def levels(self) -> list[int]:
