@@ -176,8 +176,9 @@ def read(path: Path) -> GGUF:
         with path.open("rb") as raw, mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as data:
             file = _Reader(data).file(path)
     except (OSError, ValueError, struct.error, KeyError, IndexError) as error:
+        why = "it is cut short" if isinstance(error, struct.error) else error
         raise ModelError(
-            f"{str(path)!r} cannot be read as a GGUF file: {error}; download it again"
+            f"{str(path)!r} cannot be read as a GGUF file: {why}; download it again"
         ) from error
     parts = file.metadata.get("split.count")
     if isinstance(parts, int) and parts > 1:
