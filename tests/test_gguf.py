@@ -339,6 +339,15 @@ def test_scaled_rotations(scaling: dict[str, Any], tmp_path: Path) -> None:
         load_model(tmp_path / "tiny.gguf", "cpu")
 
 
+def test_texts_of_llama_3_begin_where_the_file_does_not_say(file: Path) -> None:
+    parsed = read(file)
+    known = {k: v for k, v in parsed.metadata.items() if k != "tokenizer.ggml.add_bos_token"}
+    for rule, begins in (("llama3", True), ("smollm", False)):
+        metadata = {**known, "tokenizer.ggml.pre": rule}
+        ids = tokenizer_of(replace(parsed, metadata=metadata)).encode("the")
+        assert (ids[0] == 1) == begins
+
+
 def test_how_its_makers_sample(tmp_path: Path) -> None:
     own = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
     with torch.no_grad():
