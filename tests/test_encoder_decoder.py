@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -267,6 +268,7 @@ def test_an_unproven_family_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     model.config.model_type = "marianette"
     assert torch_rows(model).lengths == []
 
+    @wraps(model.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         kwargs["attention_mask"] = None  # every row sees what pads its source
         return type(model).forward(model, *args, **kwargs)

@@ -31,7 +31,7 @@ from forerun.errors import ForerunError, ForerunWarning
 from forerun.model import Model
 from forerun.rules import RULES
 from forerun.runtime.load import (
-    _check_path,
+    check_path,
     load_model,
     load_tokenizer,
     resolve_device,
@@ -168,7 +168,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.setattr(
         "forerun.runtime.runtimes.load_model",
         lambda name, device, dtype, code: (
-            model if (resolve_device(device), resolve_dtype(dtype), _check_path(name)) else None
+            model if (resolve_device(device), resolve_dtype(dtype), check_path(name)) else None
         ),
     )
     patch.setattr("forerun.model.load_tokenizer", lambda name, code: tokenizer)

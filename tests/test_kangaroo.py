@@ -166,7 +166,7 @@ def test_ending_behind_an_unsure_token_takes_no_step(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("keep", slow_but([True, False], bool))
 def test_sampled_text_has_the_targets_distribution(keep: bool) -> None:
     model = four_tokens()
-    done = drawn(model, kangaroo(model, 0.75, 3, depth=1, keep=keep))
+    done = drawn(model, kangaroo(model, 0.75, 3, depth=1, keep=keep), 4)
     assert {"difficult", "budget"} <= {k for c in done for k, n in c.stats.stopped_by.items() if n}
     assert 0 < sum(c.stats.accepted for c in done) < sum(c.stats.drafted for c in done)
 
