@@ -158,6 +158,18 @@ def average(
         print(f"written: {out}")
 
 
+@app.command("round")
+def round_weights(
+    folder: Annotated[Path, typer.Argument(help="Folder of an exported model or a draft.")],
+) -> None:
+    """Store its matrices in 8 bits, as the translator and its drafts ship."""
+    from recipes.export import round_to_8_bits
+
+    with _errors():
+        round_to_8_bits(folder)
+        print(f"written: {folder}")
+
+
 @app.command()
 def distill(
     data: Data,

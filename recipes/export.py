@@ -1,4 +1,4 @@
-"""Writes a trained model in the Hugging Face format, weights in bfloat16."""
+"""Writes a trained model in the Hugging Face format, weights in bfloat16 or 8 bits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from forerun.runtime.drafts import WEIGHTS, rounded
+from forerun.runtime.load import INT8
 from recipes.tokenizer import wrap
 
 
@@ -39,6 +41,18 @@ def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
         for file in path.iterdir():
             os.chmod(file, 0o644)
             os.replace(file, folder / file.name)
+
+
+def round_to_8_bits(folder: Path) -> None:
+    """Store the matrices of an exported model, or of a draft, in 8 bits."""
+    from safetensors.torch import load_file, save_file
+
+    whole, draft = folder / "model.safetensors", folder / WEIGHTS
+    read, written = (draft, draft) if draft.is_file() else (whole, folder / INT8)
+    tensors = {name: tensor.clone() for name, tensor in load_file(read).items()}
+    read.unlink()
+    save_file(rounded(tensors), written, metadata={"format": "pt"})
+    os.chmod(written, 0o644)
 
 
 def average(first: Path, second: Path, share: float, out: Path) -> None:

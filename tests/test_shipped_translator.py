@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import forerun
 from benchmarks.peers import hugging_face as hf
@@ -17,6 +19,9 @@ from forerun import zoo
 from forerun.errors import SettingError
 from forerun.lab.audit import explain, first_difference
 from forerun.model import default_draft
+from forerun.runtime.drafts import read_about
+from forerun.runtime.fingerprints import fingerprint
+from forerun.runtime.load import load_model
 from marks import slow_but
 
 DRAFTERS = {"translator": ("shared", "block", "lookup"), "digest": ("block", "lookup")}
@@ -132,7 +137,22 @@ def test_what_ships_stays_small() -> None:
         for file in folder.rglob("*")
         if file.is_file()
     ]
-    assert sum(sizes) < 78e6
+    assert sum(sizes) < 63e6
+
+
+def test_weights_in_8_bits_are_the_same_numbers_in_every_type(tmp_path: Path) -> None:
+    from transformers import AutoModelForSeq2SeqLM
+
+    narrow, wide = (load_model(zoo.TRANSLATOR, "cpu", dtype) for dtype in (None, "float32"))
+    assert (narrow.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    for name, weight in narrow.named_parameters():
+        made = "embed_positions" in name  # when it is loaded
+        assert made or torch.equal(weight.float(), wide.get_parameter(name))
+    narrow.save_pretrained(tmp_path)
+    read = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert fingerprint(read) == fingerprint(wide) == read_about(zoo.TRANSLATOR / "block").target
+    with pytest.raises(OSError, match="no file named"):
+        AutoModelForSeq2SeqLM.from_pretrained(zoo.TRANSLATOR)
 
 
 def test_it_translates() -> None:
@@ -150,8 +170,6 @@ def test_it_translates() -> None:
 @pytest.mark.parametrize("drafter", ["shared", "block"])
 def test_sampled_texts_have_the_translators_distribution(drafter: str) -> None:
     """χ² of the first two tokens of 2,000 texts against the model's own probabilities."""
-    import torch
-
     top, count = 3, 2000
     model = loaded("translator", "none")
     hf: Any = model.target.executor.module()

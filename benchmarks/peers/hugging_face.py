@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,6 +223,10 @@ def make(name: str, first: Mapping[str, Any]) -> Plain:
 def _loaded(first: Mapping[str, Any], name: str) -> Any:
     import transformers
 
+    if Path(name, "model.int8.safetensors").is_file():  # a form of forerun's own
+        from forerun.runtime.load import load_model
+
+        return load_model(name, first["device"], first["dtype"])
     encodes = first["start"] is not None
     kind = transformers.AutoModelForSeq2SeqLM if encodes else transformers.AutoModelForCausalLM
     dtype = first["dtype"] if first["dtype"] == "auto" else getattr(torch, first["dtype"])

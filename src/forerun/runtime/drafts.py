@@ -110,7 +110,7 @@ def load_draft(
     about = read_about(folder, kind)
     try:
         mapped = load_file(str(Path(folder).expanduser() / WEIGHTS))
-        tensors = _widened({name: unmapped(tensor) for name, tensor in mapped.items()})
+        tensors = widened({name: unmapped(tensor) for name, tensor in mapped.items()})
         wanted = shapes(about, tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         why = first_line(error)
@@ -173,7 +173,8 @@ def rounded(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return out
 
 
-def _widened(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def widened(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Tensors with the matrices that are in 8 bits in float32."""
     return {
         name: tensor.float() * tensors[name + SCALE] if name + SCALE in tensors else tensor
         for name, tensor in tensors.items()

@@ -24,9 +24,13 @@ from forerun.errors import (
     first_line,
 )
 from forerun.runtime import gguf
+from forerun.runtime.drafts import widened
 from forerun.runtime.packing import unmapped
 
 EXPORTED = "openvino_model.xml"  # what optimum calls the graph of an exported model
+INT8 = "model.int8.safetensors"
+"""Weights whose matrices are in 8 bits (`drafts.rounded`). Other libraries, which would read them
+without their scales, look for another name."""
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -95,9 +99,8 @@ def load_model(
     if path is None:
         check_path(name)
     else:
-        widened = wanted or torch.bfloat16
-        options = {"dtype": widened, "gguf_file": path.name}
-        _warn_of_widening(path, widened)
+        options = {"dtype": wanted or torch.bfloat16, "gguf_file": path.name}
+        _warn_of_widening(path, options["dtype"])
     try:
         model = _pretrained(name if path is None else path.parent, trust_remote_code, options)
         model = model.to(where).eval()
@@ -118,6 +121,7 @@ def load_model(
 
 def _pretrained(name: str | Path, trusted: bool, options: dict[str, Any]) -> Any:
     """What `transformers` loads, complete and of a kind that can be served."""
+    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils import logging as transformers_logging
 
@@ -134,15 +138,33 @@ def _pretrained(name: str | Path, trusted: bool, options: dict[str, Any]) -> Any
         _check_generation_config(name)
     encodes = getattr(config, "is_encoder_decoder", False)
     kind = AutoModelForSeq2SeqLM if encodes else AutoModelForCausalLM
+    source: str | None = str(name)
+    if (eight := Path(name, INT8)).is_file():
+        kind, source = getattr(transformers, config.architectures[0]), None
+        options = {**options, "config": config, **_of_eight_bits(eight)}
     model, report = kind.from_pretrained(
-        str(name),
+        source,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are in the report, and refused
         trust_remote_code=trusted,
         **options,
     )
+    model.name_or_path = str(name)
     _check_complete(name, report)
     return model
+
+
+def _of_eight_bits(path: Path) -> dict[str, Any]:
+    """What `from_pretrained` takes in place of a name. Weights are the same bfloat16 numbers
+    whatever type is asked for: executors read these in 16 bits."""
+    from safetensors.torch import load_file
+    from transformers import GenerationConfig
+
+    weights = {name: tensor.bfloat16() for name, tensor in widened(load_file(path)).items()}
+    return {
+        "state_dict": weights,
+        "generation_config": GenerationConfig.from_pretrained(str(path.parent)),
+    }
 
 
 def _warn_of_widening(path: Path, dtype: torch.dtype) -> None:

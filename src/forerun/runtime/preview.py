@@ -48,8 +48,8 @@ def preview(name: str | Path) -> list[str]:
     counts = counted(here)
     weights, size = sum(counts.values()), sum(n * _WIDTHS.get(k, 1) for k, n in counts.items())
     held = f"torch, {_mb(size)}"
-    if installed:  # bfloat16 numbers are held in 16 bits
-        full = sum(n * (2 if kind == "BF16" else 4) for kind, n in counts.items())
+    if installed:  # bfloat16 numbers, which those of 8 bits become, are held in 16 bits
+        full = sum(n * (2 if kind in ("BF16", "I8") else 4) for kind, n in counts.items())
         held = f"openvino in fp32 ({_mb(full)}); openvino(precision='int8') would take "
         held += f"{_mb(weights)} and be another model"
     about = str(name), config.model_type, weights, max(counts, key=counts.__getitem__), size
