@@ -49,12 +49,6 @@ def test_only_what_matters_need_be_there(tmp_path):
     assert Settings.read(tmp_path / "s.json") == Settings(controller="svip")
 
 
-def test_exit_heads_are_beside_the_file(tmp_path):
-    (tmp_path / "s.json").write_text('{"schema": 1, "exits": "heads"}')
-    stored = Settings.read(tmp_path / "s.json")
-    assert stored.draft == f"specbound(exits={str(tmp_path / 'heads')!r})"
-
-
 def test_exit_heads_go_into_the_drafter():
     from forerun.drafters import DRAFTERS
 
@@ -76,10 +70,8 @@ def test_exit_heads_go_into_the_drafter():
         ('{"schema": 1, "rule": "exat"}', "s.json: .*did you mean 'exact'"),
         ('{"schema": 1, "controller": 5}', "controller must be text or null, got 5"),
         ('{"schema": 1, "draft": ""}', "draft must be text or null, got ''"),
-        ('{"schema": 1, "exits": ["x"]}', "exits must be a folder"),
+        ('{"schema": 1, "exits": "x"}', "unknown key in .*s.json 'exits'"),
         ('{"schema": 1, "about": "me"}', "about must be an object"),
-        ('{"schema": 1, "exits": "x", "draft": "lookup"}', "exits are for the drafter specbound"),
-        ('{"schema": 1, "exits": "x", "draft": "specbound(exits=y)"}', "given twice"),
     ],
 )
 def test_mistakes_are_told(tmp_path, text, message):
@@ -110,8 +102,7 @@ def test_what_is_given_wins(tmp_path):
     assert resolve(path, controller="svip").controller == "svip"
     assert resolve(path, controller="svip").rule == "typical"
     assert resolve(path, rule="exact").rule == "exact"
-    other = resolve(path, draft="lookup")
-    assert (other.draft, other.exits) == ("lookup", None)
+    assert resolve(path, draft="lookup").draft == "lookup"
     assert resolve(None, draft="lookup").draft == "lookup"
     with pytest.raises(SettingError, match="controller must be text or null, got ''"):
         resolve(path, controller="")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import forerun.model
 from forerun.controllers import CONTROLLERS
 from forerun.drafters import DRAFTERS
-from forerun.drafters.specbound import SpecBound, SpecBoundDrafter, temperature, with_exits
+from forerun.drafters.specbound import SpecBound, SpecBoundDrafter, temperature
 from forerun.engine import Engine, Sampling
 from forerun.errors import PromptError, SettingError, UnsupportedModelError
 from forerun.model import Model
@@ -738,10 +738,6 @@ def test_loading_by_name(tmp_path: Any) -> None:
     own = forerun.model.load(str(tmp_path), f"specbound(threshold=0.6,depth=3,{named})")
     assert own.drafter.layers == (1, 3)  # type: ignore[attr-defined]
     assert (own.drafter._threshold, own.drafter._width) == (0.6, 3)  # type: ignore[attr-defined]
-    with pytest.raises(SettingError, match="for the drafter specbound, not for 'lookup'"):
-        with_exits("lookup", heads)
-    with pytest.raises(SettingError, match="given twice"):
-        with_exits("specbound(exits='there')", heads)
     save_heads(LightHeads(access, weights, tuned={"treshold": 2}), heads)
     with pytest.raises(SettingError, match="the settings kept in"):
         forerun.model.load(str(tmp_path), f"specbound({named})")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from forerun.checks import encodable
 from forerun.errors import PromptError, SettingError, first_line
 
 OWN = frozenset(
@@ -65,18 +66,6 @@ def _message(message: Any, place: int) -> dict[str, Any]:
     return {**message, "content": content or ""}
 
 
-def whole(text: str, name: str) -> str:
-    """The text, if a tokenizer can read it; else `PromptError`, which calls it by the name."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"{name} holds half a character (a lone surrogate) at place {error.start}: "
-            f"{text[error.start]!r}; decode its bytes with errors='replace'"
-        ) from error
-    return str(text)
-
-
 def has_template(tokenizer: Any) -> bool:
     """Whether a tokenizer can write conversations."""
     return bool(getattr(tokenizer, "chat_template", None))
@@ -115,7 +104,7 @@ def render(
     given = {"messages": list(messages), "tools": tools and list(tools), **(options or {})}
     fence = _Fence(tokenizer, given)
     text = _write(tokenizer, fence.split(given), answer, resume)
-    return fence.encode(whole(text, "the conversation"))
+    return fence.encode(encodable(text, "the conversation"))
 
 
 def _write(tokenizer: Any, given: Any, answer: bool = False, resume: bool = False) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Annotated
 
-from forerun.errors import SettingError, require
+from forerun.errors import PromptError, SettingError, require
 
 Bytes = Annotated[int, "bytes"]  # a number of bytes, which options take as text: see `size`
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -40,6 +40,18 @@ def draft_path(drafter: str, path: object) -> None:
 def choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise `SettingError` unless `value` is one of the words."""
     require(value in choices, name, value, " or ".join(repr(c) for c in choices))
+
+
+def encodable(text: str, name: str) -> str:
+    """The text, if a tokenizer can read it; else `PromptError`, which calls it by the name."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"{name} holds half a character (a lone surrogate) at place {error.start}: "
+            f"{text[error.start]!r}; decode its bytes with errors='replace'"
+        ) from error
+    return str(text)
 
 
 def size(text: str) -> int:

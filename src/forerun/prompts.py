@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from forerun import chat
+from forerun.checks import encodable
 from forerun.errors import ForerunError, PromptError, SettingError, UnknownNameError, require
 from forerun.requests import Sampling
 
@@ -82,7 +83,7 @@ def read(prompt: Any, name: str = "a prompt") -> Content:
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         prompt = _only(prompt["input_ids"], name)
     if isinstance(prompt, str):
-        return chat.whole(prompt, name)
+        return encodable(prompt, name)
     if _is_conversation(prompt):
         return list(chat.conversation(prompt))
     if _is_array(prompt):
@@ -310,17 +311,6 @@ def unroll(
                 name, text = f"{prompts[i].id}.{turn}", prompts[i].later[turn - 2]
                 out[i].append(replace(prompts[i], id=name, text=text, ids=ids))
     return [replace(p, later=()) for turns in out for p in turns]
-
-
-def read_prompts(prompt: str | None, prompt_file: str | None) -> list[Prompt]:
-    """What `generate` goes on from: either one text (``-`` reads stdin) or those of a file."""
-    if prompt is not None and prompt_file is not None:
-        raise SettingError("give a prompt or `prompt_file`, not both")
-    if prompt_file is not None:
-        return read_file(prompt_file)
-    if prompt is None:
-        raise SettingError('no prompt; write forerun generate "Once upon a time", or - for stdin')
-    return [Prompt(read_stdin().removesuffix("\n") if prompt == "-" else prompt)]
 
 
 def is_shipped(source: str) -> bool:

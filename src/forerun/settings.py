@@ -4,15 +4,14 @@
 
     {"schema": 1, "controller": "gammatune(eta=0.2)", "rule": null, "draft": null, "about": {...}}
 
-Every key but `schema` may be left out or null: then it is not decided here. A file may also name
-`exits`, relative to its own folder: the exit heads of its drafter, `specbound`.
+Every key but `schema` may be left out or null: then it is not decided here.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,17 @@ class Settings:
         rule: the spec of an acceptance rule.
         draft: a model or the spec of a drafter.
         about: how the settings were made; nothing reads it.
-        exits: deprecated; name them in `draft`: ``specbound(exits='folder')``.
 
     Raises:
-        SettingError: a controller or rule that cannot be made, or exit heads for another drafter.
+        SettingError: a controller or rule that cannot be made.
     """
 
     controller: str | None = None
     rule: str | None = None
     draft: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
-    exits: InitVar[str | None] = None
 
-    def __post_init__(self, exits: str | None) -> None:
+    def __post_init__(self) -> None:
         for name in _TEXTS:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
@@ -57,10 +54,6 @@ class Settings:
             from forerun.rules import RULES
 
             RULES.make(self.rule)
-        if exits is not None:
-            from forerun.drafters.specbound import with_exits
-
-            object.__setattr__(self, "draft", with_exits(self.draft, exits))
 
     @classmethod
     def read(cls, path: str | Path) -> Settings:
@@ -71,9 +64,8 @@ class Settings:
                 named) or with a value that cannot be used.
             OSError: the file cannot be read.
         """
-        where = Path(path)
         try:
-            document = json.loads(where.read_text(encoding="utf-8"))
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise SettingError(f"{path} is not a settings file: {error}") from error
         if not isinstance(document, dict) or "schema" not in document:
@@ -82,13 +74,11 @@ class Settings:
             raise SettingError(
                 f"{path} has settings schema {document['schema']!r} and this forerun reads {SCHEMA}"
             )
-        known = ["schema", *_TEXTS, "exits", "about"]
+        known = ["schema", *_TEXTS, "about"]
         for key in document:
             if key not in known:
                 raise UnknownNameError.among(f"key in {path}", key, known)
         given = {key: document[key] for key in known[1:] if document.get(key) is not None}
-        if isinstance(given.get("exits"), str) and given["exits"]:
-            given["exits"] = str(where.parent / given["exits"])
         try:
             return cls(**given)
         except SettingError as error:
@@ -123,10 +113,6 @@ def resolve(
         settings = Settings.read(settings)
     good = settings is None or isinstance(settings, Settings)
     require(good, "settings", settings, "a file or what was read from one")
-    base = settings or Settings()
-    return replace(
-        base,
-        controller=base.controller if controller is None else controller,
-        rule=base.rule if rule is None else rule,
-        draft=base.draft if draft is None else draft,
-    )
+    given: dict[str, Any] = {"controller": controller, "rule": rule, "draft": draft}
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(settings or Settings(), **given)

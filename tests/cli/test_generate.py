@@ -26,6 +26,39 @@ def test_text_alone_on_stdout(generate):
     assert "colours" not in one.err
 
 
+def test_a_prompt_passes_few_functions_and_no_file_twice(generate):
+    """Counted are own functions that are given the text, or a `Prompt` of it, alone or in a list;
+    a file is entered where one of another file calls into it."""
+    text, passed, entered = "Hello there", [], []
+
+    def holds(value: object, depth: int = 2) -> bool:
+        if isinstance(value, dict):
+            value = [*value.values()]
+        if isinstance(value, (list, tuple)):
+            return depth > 0 and any(holds(part, depth - 1) for part in value)
+        own = getattr(value, "content", value)
+        return isinstance(own, str) and own == text
+
+    def watch(frame, event: str, _: object) -> None:
+        code = frame.f_code
+        if event != "call" or "/forerun/" not in code.co_filename:
+            return
+        count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 12)
+        if any(holds(frame.f_locals.get(name)) for name in code.co_varnames[:count]):
+            file = code.co_filename.rpartition("/forerun/")[2]
+            passed.append((file, code.co_qualname))
+            if frame.f_back is None or frame.f_back.f_code.co_filename != code.co_filename:
+                entered.append(file)
+
+    sys.setprofile(watch)
+    try:
+        assert generate(text, "--max-new-tokens", "2").code == 0
+    finally:
+        sys.setprofile(None)
+    assert 8 <= len({*passed}) <= 15, passed
+    assert len(entered) == len({*entered}), entered
+
+
 def test_what_a_draft_folder_holds_is_in_one_line(forerun, pair, tmp_path):
     """Unless it is a model, as which any other folder is taken."""
     from forerun.runtime.drafts import About, save_draft

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from forerun import Model
-from forerun.cli.shared import training_texts
 from sourced import TEXTS, Folders, save_folders
 
 
@@ -103,26 +102,25 @@ def test_a_run_cut_in_two_is_the_run_in_one_piece(kind, folders, pairs, tmp_path
 
 
 def test_the_targets_own_texts_are_written_once(train, tmp_path, monkeypatch):
-    written, generate = [], Model.generate
+    counts, stream = [], Model.stream
 
     def counted(self, prompts, **how):
-        written.append(len(prompts))
-        return generate(self, prompts, **how)
+        counts.append(len(prompts))
+        return stream(self, prompts, **how)
 
-    monkeypatch.setattr(Model, "generate", counted)
-    monkeypatch.setattr(training_texts, "PAIRS", 4)
+    monkeypatch.setattr(Model, "stream", counted)
     own = ("--own", "6", "--max-new-tokens", "6", "--json")
     done = train(*own)
     assert done.code == 0, done.err
     assert done.json["texts"] == 4
-    assert written == [4, 2]
+    assert counts == [6]
     other = tmp_path / "other"
     other.mkdir()
     (tmp_path / "draft" / "own.jsonl.gz").rename(other / "own.jsonl.gz")
     assert train("block", *own, "-o", str(other)).code == 0
-    assert written == [4, 2]
+    assert counts == [6]
     assert train(*own, "--max-new-tokens", "5", "--steps", "7").code == 0
-    assert written == [4, 2, 4, 2]
+    assert counts == [6, 6]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from forerun.cli.shared.training_texts import GROUP, open_source
-from forerun.cli.shared.written import read_written
+from forerun.cli.shared.training_texts import open_source
+from forerun.cli.shared.written import GROUP, read_written
 from forerun.errors import SettingError
 
 WORDS = "the goats on the mountain eat grass and the boy sees them from the door of the hut "

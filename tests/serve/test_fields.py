@@ -12,9 +12,10 @@ pytest.importorskip("fastapi")
 from pydantic import ValidationError
 
 from forerun.serve.errors import ApiError
-from forerun.serve.fields import NEUTRAL, REFUSED
 from forerun.serve.protocol import (
     MAX_EXTRA,
+    NEUTRAL,
+    REFUSED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -28,7 +28,7 @@ def made(chat: bool, usage: tuple[bool, bool], copies: int = 1) -> Answer:
         calling=None, request=request, chat=chat, usage=usage, top=None, rounds=False,
         copies=copies, prompts=[[1, 2]], jobs=[None] * copies, echo=False, opens_turn=False,
     )  # fmt: skip
-    return Answer(plan, SimpleNamespace(name='the "model"'), SimpleNamespace())
+    return Answer(plan, SimpleNamespace(name='the "model"'), SimpleNamespace(token=str))
 
 
 def update(index: int, text: str) -> Update:

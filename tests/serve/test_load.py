@@ -140,7 +140,7 @@ class Broken:
 @pytest.mark.parametrize("stream", [True, False])
 def test_text_that_cannot_be_made_loses_its_request_only(held, stream):
     server, _ = held
-    engine = server.server.worker._engine._engine
+    engine = server.server.worker._engine
     engine.tokenizer = Broken()
     lost = server.post("/v1/completions", **BODY, stream=stream)
     assert lost.status_code == (200 if stream else 500)
@@ -214,7 +214,7 @@ def test_a_thread_that_ended_is_no_healthy_server(held):
 def test_requests_that_do_not_fit_the_memory_wait_or_are_refused(held):
     server, target = held
     worker, memory = server.server.worker, server.server.memory
-    worker.max_rows = worker._engine._max_rows = 2
+    worker.max_rows = 2
     memory.budget, memory.per_token, memory.per_row = 300, 1, 0
     target.gate.clear()
     with ThreadPoolExecutor(2) as pool:
@@ -227,7 +227,7 @@ def test_requests_that_do_not_fit_the_memory_wait_or_are_refused(held):
     assert never.status_code == 400
     assert "memory" in never.json()["error"]["message"]
     eventually(server.idle)
-    assert memory.used == 0
+    assert worker.share == 0
 
 
 def test_many_clients_get_what_they_would_get_alone(shipped, pair):

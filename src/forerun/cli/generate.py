@@ -59,7 +59,7 @@ def generate(
     """
     from forerun.cli.shared import faces
     from forerun.cli.shared.report import claim
-    from forerun.prompts import read_prompts
+    from forerun.prompts import Prompt, read_file, read_text
 
     if as_lines and (as_json or compare):
         raise SettingError("--jsonl writes a line per prompt; leave --json and --compare out")
@@ -67,8 +67,14 @@ def generate(
         raise SettingError("-o saves what --jsonl writes; add --jsonl")
     if logprobs is not None and not (as_json or as_lines):
         raise SettingError("--logprobs is part of JSON; add --json or --jsonl")
+    if prompt is not None and prompt_file is not None:
+        raise SettingError("give a prompt or --prompt-file, not both")
+    if prompt is None and prompt_file is None:
+        raise SettingError('no prompt; write forerun generate "Once upon a time", or - for stdin')
     claim(output)
-    prompts = read_prompts(prompt, prompt_file)
+    if prompt == "-":
+        prompt = read_text(prompt).removesuffix("\n")
+    prompts = [Prompt(prompt)] if prompt is not None else read_file(str(prompt_file))
     common = options.sampling(sampling)
     with status("loading"):
         how = policies.resolve(models.draft)

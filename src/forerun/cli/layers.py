@@ -40,14 +40,15 @@ def layers(
     Args:
         prompt: the text to continue; - reads stdin.
     """
-    from forerun.prompts import read_prompts
+    from forerun.prompts import Prompt, read_text
 
     require(0 < sure <= 1, "sure", sure, "above 0 and at most 1")
     require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "≥ 1")
     if output is not None and not output.endswith(".svg"):
         raise SettingError(f"the picture is an SVG file, got {output!r}; name it layers.svg")
     claim(output)
-    job, rows = models.alone.open(read_prompts(prompt, None), {"max_new_tokens": max_new_tokens})
+    given = Prompt(read_text("-").removesuffix("\n") if prompt == "-" else prompt)
+    job, rows = models.alone.open([given], {"max_new_tokens": max_new_tokens})
     from forerun.lab.exits.layer_view import view_layers
 
     with status("reading layers"):

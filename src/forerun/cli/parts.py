@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import sys
 import textwrap
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib import import_module
 from importlib.resources import files
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -139,6 +137,12 @@ def names_in(spec: str | Spec) -> Iterator[str]:
 
 WIDE = 400  # columns where output is piped, so that lines are never wrapped
 
+SHIPPED = {
+    "(shipped target)": "runs when no --target is given",
+    "(shipped draft)": "runs ahead of it",
+    "translator": "ships: English to German, by --target translator",
+    "digest": "ships: made-up passages to one line, by --target digest",
+}
 ROOMY = 130  # columns from which settings and papers fit beside the rest
 
 
@@ -188,38 +192,15 @@ def _parts(kind: str, brief: bool) -> Table:
 
 
 def _models() -> Table:
-    from forerun import zoo
     from forerun.runtime.support import PROVEN, PROVEN_ENCODER_DECODER
 
     title = "models: any Hugging Face model with full attention that writes text"
     made = _table(title, "name", "what")
-    lines = {"(shipped target)": _shipped(zoo.TARGET), "(shipped draft)": _shipped(zoo.DRAFT)}
-    lines |= {name: _shipped(folder, name) for name, folder in zoo.NAMES.items()}
-    lines |= dict.fromkeys(sorted(PROVEN), "architecture tested row by row")
+    lines = SHIPPED | dict.fromkeys(sorted(PROVEN), "architecture tested row by row")
     lines |= dict.fromkeys(sorted(PROVEN_ENCODER_DECODER), "encoder-decoder, likewise")
     for name, line in lines.items():
         made.add_row(Text(name, "bold"), Text(line))
     return made
-
-
-def _shipped(folder: Path, name: str = "") -> str:
-    """A line about a model that ships; `name` is that of one with an encoder."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return "not in this copy"
-    if not name:
-        return (
-            f"{config['model_type']}, {config['num_hidden_layers']} layers, hidden "
-            f"{config['hidden_size']}, vocabulary {config['vocab_size']}, "
-            f"context {config['max_position_embeddings']}; used when no --target is given"
-        )
-    task = {"translator": "English to German", "digest": "made-up passages to one line"}[name]
-    return (
-        f"{config['model_type']}, {config['encoder_layers']} + {config['decoder_layers']} layers, "
-        f"width {config['d_model']}, vocabulary {config['vocab_size']}; ships, {task}: "
-        f"--target {name}"
-    )
 
 
 @options.command
@@ -260,48 +241,41 @@ def card_lines(card: Card, width: int | None = None) -> list[Text]:
     spec = f"{card.name}({card.signature})" if card.signature else card.name
     lines = [Text.assemble((card.name, "bold"), f"  ({card.kind.removesuffix('s')})")]
     lines += [Text(card.summary), Text()]
-    lines += [*(Text(line, "cyan") for line in _wrap(spec, width, hang=4)), Text()]
+    lines += [*(Text(line, "cyan") for line in _wrapped(spec, width)), Text()]
     if card.lossless is not None:
         word = "lossless: the output has exactly the target's distribution"
         lines += [Text(word if card.lossless else "lossy: the output may differ"), Text()]
-    lines += [Text(line) for block in _blocks(card.doc) for line in _wrap(block, width)]
+    lines += map(Text, _filled(card.doc, width))
     if card.bibtex:
         lines += [Text(), Text(f"BibTeX: forerun cite '{card.name}'", "dim")]
     return lines
 
 
-_SETTING = re.compile(r" +\w+: ")
-_APART = re.compile(r"\s*(>>>|\.\.\.|[-*] |\w+:$|$)")  # lines that stand by themselves
+_GOES_ON = re.compile(r"(?<=\S)\n(?! *(?:[-*] |\w+:(?: |$))) *", re.MULTILINE)
+"""Ends of lines whose sentence goes on: what follows is no list and no setting."""
 
 
-def _blocks(doc: str) -> list[str]:
-    """Paragraphs and settings of a docstring, each with its lines as they stand."""
-    blocks: list[list[str]] = []
-    for line in doc.splitlines():
-        last = blocks[-1] if blocks else None
-        new = last is None or _APART.match(line) or _APART.match(last[0]) or _SETTING.match(line)
-        if last is None or new:
-            blocks.append([line])
-        else:
-            last.append(line)
-    return ["\n".join(block) for block in blocks]
+def _filled(doc: str, width: int | None) -> Iterator[str]:
+    """Lines of a docstring, filled anew if there is a width; examples stay as they are."""
+    for number, part in enumerate(doc.split("\n\n")):
+        if number:
+            yield ""
+        if width is None or ">>>" in part:
+            yield from part.split("\n")
+            continue
+        for line in _GOES_ON.sub(" ", part).split("\n"):
+            hang = len(line) - len(line.lstrip()) + 4 * bool(re.match(r" +\w+: ", line))
+            yield from _wrapped(line, width, hang)
 
 
-def _wrap(block: str, width: int | None, hang: int = 0) -> list[str]:
-    """Lines of a block; one that is too wide anywhere is filled anew."""
-    lines = block.split("\n")
-    if width is None or max(map(len, lines)) <= width or lines[0].lstrip().startswith(">>>"):
-        return lines
-    indent = " " * (len(lines[0]) - len(lines[0].lstrip()))
-    hang += 4 if _SETTING.match(lines[0]) else 0
+def _wrapped(line: str, width: int | None, hang: int = 4) -> list[str]:
+    """A line in pieces that fit, cut between words, the later ones indented."""
+    if width is None:
+        return [line]
     return textwrap.wrap(
-        " ".join(line.strip() for line in lines),
-        max(width, 20),
-        initial_indent=indent,
-        subsequent_indent=indent + " " * hang,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        line, max(width, 20), subsequent_indent=" " * hang,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 @options.command

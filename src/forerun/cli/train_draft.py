@@ -147,7 +147,7 @@ def _pairs(job: Job, pairs: str, kept: Path, own: int, most: int) -> list[Any]:
     if own:
         texts = texts[:own]
         with progress("the target writes", len(texts), "texts") as tell:
-            texts = own_texts(job.model, texts, most, kept, partial(tell, "the target writes"))
+            texts = own_texts(job, texts, most, kept, partial(tell, "the target writes"))
     return texts
 
 

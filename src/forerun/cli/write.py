@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import progress, remark
-from forerun.cli.shared.models import Chat, Job, Models
+from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import Fields, option
 from forerun.cli.shared.report import claim
-from forerun.errors import GenerationError, require
-
-if TYPE_CHECKING:
-    from forerun.engine import Completion
-    from forerun.prompts import Prompt
-
-GROUP = 64  # texts that are added to the file together
+from forerun.errors import require
 
 
 @options.command
@@ -48,7 +41,7 @@ def write(
     require(top >= 0, "top", top, "≥ 0")
     claim(output)
 
-    from forerun.cli.shared.written import Archive
+    from forerun.cli.shared.written import Archive, written
     from forerun.prompts import find_prompts, seeded
     from forerun.settings import Settings
 
@@ -59,43 +52,13 @@ def write(
     )
     about = {"target": job.about["target"], "chat": chat.key, "temperature": temperature}
     texts = Archive(Path(output), about | {"top": top, "max_new_tokens": max_new_tokens})
-    done = {line["id"] for line in texts.lines}
-    left = [row for row in rows if f"{row.family}/{row.id}" not in done]
+    before = len(texts.lines)
     began, tokens = time.perf_counter(), 0
     with progress("texts", len(rows), "texts") as tell:
-        for group in _groups(job, left, top):
-            texts.append([_line(row, completion) for row, completion in group])
-            tokens += sum(len(completion.tokens) for _, completion in group)
-            tell("texts", len(texts.lines))
+        for count, line in enumerate(written(job, rows, texts, top or None), 1):
+            tokens += (len(line["ids"]) - line["n"]) * (count > before)
+            tell("texts", count)
     rate = tokens / (time.perf_counter() - began)
-    wrote = f"{tokens:,} tokens of {len(left)} texts, {rate:,.0f} tokens/s" if left else "nothing"
+    new = len(texts.lines) - before
+    wrote = f"{tokens:,} tokens of {new} texts, {rate:,.0f} tokens/s" if new else "nothing"
     remark(f"wrote {wrote}; {output} holds {len(texts.lines)} of {len(rows)} texts")
-
-
-def _groups(
-    job: Job, rows: Sequence[Prompt], top: int
-) -> Iterator[list[tuple[Prompt, Completion]]]:
-    """Answers as they come, `GROUP` at a time."""
-    group = []
-    for event in job.model.stream(
-        [row.ids for row in rows], sampling=[row.sampling for row in rows],
-        batch_size=job.batch_size, plain=True, logprobs=top or None, first_token_soon=False,
-    ) if rows else ():  # fmt: skip
-        if (completion := event.completion) is not None:
-            if completion.error is not None:
-                raise GenerationError(completion.error, completion)
-            group.append((rows[event.request], completion))
-            if len(group) == GROUP:
-                yield group
-                group = []
-    if group:
-        yield group
-
-
-def _line(row: Prompt, completion: Completion) -> dict[str, Any]:
-    line: dict[str, Any] = {"id": f"{row.family}/{row.id}", "kind": row.family, "n": len(row.ids),
-            "ids": [*row.ids, *completion.tokens], "answer": completion.text}  # fmt: skip
-    if completion.logprobs:
-        line["top"] = [[token for token, _ in place.top] for place in completion.logprobs]
-        line["logprobs"] = [[round(p, 3) for _, p in place.top] for place in completion.logprobs]
-    return line

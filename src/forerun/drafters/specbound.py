@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +13,6 @@ from forerun.checks import between, flag, whole
 from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ForerunWarning, SettingError, require
-from forerun.registry import parse
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import own_draft, spread
 from forerun.runtime.exits import exit_rows, layers_of
@@ -291,24 +289,6 @@ def on_runtime(rows: Rows, target: Rows, layers: tuple[int, ...]) -> Rows:
     from forerun.runtime.openvino.layers import OpenVINOLayersExecutor
 
     return Rows(OpenVINOLayersExecutor(rows.executor.module(), target.executor, layers))  # type: ignore[arg-type]
-
-
-def with_exits(draft: str | None, exits: str | Path) -> str:
-    """The spec of this drafter with `exits` as its heads.
-
-    Raises:
-        SettingError: `exits` is no folder's name, or `draft` is another drafter or names heads.
-
-    >>> with_exits("specbound(width=4)", "heads")
-    "specbound(width=4,exits='heads')"
-    """
-    require(isinstance(exits, (str, Path)), "exits", exits, "a folder")
-    if (draft or NAME).partition("(")[0].strip() != NAME:
-        raise SettingError(f"exits are for the drafter {NAME}, not for {draft!r}; leave draft out")
-    spec = parse(draft or NAME)
-    if "exits" in spec.kwargs:
-        raise SettingError(f"exits are given twice: in draft {draft!r} and on their own")
-    return str(replace(spec, kwargs={**spec.kwargs, "exits": str(exits)}))
 
 
 def listed(text: str, name: str = NAME) -> tuple[int, ...]:

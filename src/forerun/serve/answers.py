@@ -52,7 +52,9 @@ class Answer:
         read: Sequence[Sequence[Logprob]] = (),
     ) -> None:
         self._plan, self._facts, self._texts, self._read = plan, facts, texts, read
-        self._name = reports.TokenNamer(texts, bool(plan.request.return_tokens_as_token_ids))
+        # By number, tokens of the same text do not collide.
+        numbered = plan.request.return_tokens_as_token_ids
+        self._name = "token_id:{}".format if numbered else texts.token
         kind = "chatcmpl" if plan.chat else "cmpl"
         self.id = f"{kind}-{secrets.token_hex(12)}"
         self.created, self.model = int(time.time()), facts.name
@@ -159,7 +161,7 @@ class Answer:
             read: list[Logprob | None] = [None, *self._read[index // plan.copies]]
             entries = [*zip(plan.jobs[index].prompt, read, strict=True), *entries]
         if plan.chat:
-            return reports.chat_logprobs(entries, plan.top, self._name)
+            return reports.chat_logprobs(entries, plan.top, self._name, self._texts.bytes)
         out = reports.completion_logprobs(entries, plan.top, self._name, choice.offset)
         choice.offset += sum(map(len, out["tokens"]))
         return out

@@ -44,7 +44,7 @@ from forerun.serve.streaming import EventStream, Gone, dumps, with_client
 from forerun.serve.structure import Structures
 from forerun.serve.texts import Texts
 from forerun.serve.tools import calling
-from forerun.serve.worker import EmptyReply, Reply, Worker, measure
+from forerun.serve.worker import Reply, Worker, measure
 
 log = logging.getLogger("forerun.serve")
 
@@ -125,9 +125,8 @@ class Server:
             self.worker.check(plan.jobs)
         if plan.echo and plan.top is not None:
             read = await with_client(request, self.worker.score(plan.prompts, plan.top))
-        reply = self.worker.open(plan.jobs) if plan.writes else EmptyReply(self.worker, plan.jobs)
+        reply = (self.worker.open if plan.writes else self.worker.answer_empty)(plan.jobs)
         try:
-            await with_client(request, reply.ready())
             chat = Answer(plan, self.facts, self.texts, read)
             answer = chat if asked is None else ResponseAnswer(chat, asked)
             if not plan.stream:

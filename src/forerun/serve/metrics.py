@@ -163,5 +163,5 @@ class Metrics:
     def text(self, worker: Worker) -> bytes:
         self.running.set(worker.running)
         self.waiting.set(worker.waiting)
-        self.cache.set(worker.memory.share)
+        self.cache.set(worker.share)
         return generate_latest(self.registry)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import tomllib
+from importlib.resources import files
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from forerun.serve.errors import bad, unsupported
-from forerun.serve.fields import NEUTRAL, REFUSED
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 T = TypeVar("T")
@@ -22,6 +24,11 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 takes seconds in which nobody is heard."""
 MAX_SPEC = 400  # characters of a controller's or rule's spec
 MAX_EXTRA = 256  # fields that are none of ours: each is compared with those that are
+_TABLE = tomllib.loads(files("forerun.serve").joinpath("fields.toml").read_text("utf-8"))
+REFUSED = {name: (words, nothing) for name, (words, *nothing) in _TABLE["refused"].items()}
+"""By field the beginning of why it is refused, and values that ask for nothing."""
+NEUTRAL = frozenset(chain(*_TABLE["neutral"].values()))
+"""Fields that change no text."""
 
 
 class StreamOptions(BaseModel):
@@ -142,7 +149,7 @@ class Generation(BaseModel):
         if len(extra) > MAX_EXTRA:
             raise bad(f"{len(extra)} unknown fields; at most {MAX_EXTRA} are taken")
         for name, value in extra.items():
-            words, nothing = REFUSED.get(name, ("", ()))
+            words, nothing = REFUSED.get(name, ("", []))
             if value is None or value in nothing or name in NEUTRAL:
                 continue
             if words:

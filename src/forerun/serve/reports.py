@@ -7,12 +7,11 @@ drafted, forerun's accepted over judged.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from forerun.engine import Completion, Logprob, Round, Stats
 from forerun.serve.policy import Policy
-from forerun.serve.texts import Texts
 
 FLOOR = -9999.0  # what stands for minus infinity, which JSON does not have
 
@@ -143,22 +142,8 @@ def _rate(count: int, ms: float) -> float:
     return round(1e3 * count / ms, 3) if ms > 0 else 0.0
 
 
-class TokenNamer:
-    """Tokens as text, or by number where two of one text must not collide."""
-
-    def __init__(self, texts: Texts, numbers: bool) -> None:
-        self._texts, self._numbers = texts, numbers
-
-    def __call__(self, token: int) -> str:
-        return f"token_id:{token}" if self._numbers else self._texts.token(token)
-
-    def bytes(self, token: int) -> bytes | None:
-        """Those of a token; several together may make one character."""
-        return self._texts.bytes(token)
-
-
 def completion_logprobs(
-    entries: Sequence[Entry], top: int, name: TokenNamer, offset: int = 0
+    entries: Sequence[Entry], top: int, name: Callable[[int], str], offset: int = 0
 ) -> dict[str, Any]:
     """Of a completion: `top` alternatives per token, places in the text from `offset` on."""
     out: dict[str, list[Any]] = {
@@ -179,26 +164,29 @@ def completion_logprobs(
     return out
 
 
-def chat_logprobs(entries: Sequence[Entry], top: int, name: TokenNamer) -> dict[str, Any]:
-    """Of a chat answer, none of whose tokens is the first of a text; likewise."""
+def chat_logprobs(
+    entries: Sequence[Entry],
+    top: int,
+    name: Callable[[int], str],
+    data: Callable[[int], bytes | None],
+) -> dict[str, Any]:
+    """Of a chat answer, none of whose tokens is the first of a text; likewise, with their bytes:
+    several tokens together may make one character."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        own = data(token)
+        shown = None if own is None else list(own)
+        return {"token": name(token), "logprob": _finite(value), "bytes": shown}
+
     content = [
         {
-            **_entry(name, token, score.logprob),
-            "top_logprobs": [_entry(name, other, value) for other, value in score.top[:top]],
+            **entry(token, score.logprob),
+            "top_logprobs": [entry(other, value) for other, value in score.top[:top]],
         }
         for token, score in entries
         if score is not None
     ]
     return {"content": content, "refusal": None}
-
-
-def _entry(name: TokenNamer, token: int, value: float) -> dict[str, Any]:
-    data = name.bytes(token)
-    return {
-        "token": name(token),
-        "logprob": _finite(value),
-        "bytes": None if data is None else list(data),
-    }
 
 
 def _finite(value: float) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 from forerun.errors import ForerunError, MissingExtraError
@@ -24,7 +24,7 @@ class Structures:
     """Compiles what requests ask for, in a thread of its own: others go on being tokenized."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> None:
-        self._kept: OrderedDict[tuple[str, str], Constraint] = OrderedDict()
+        self._compiled = lru_cache(KEPT)(self._compile)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="forerun-constraints")
         self._grammars = self._pool.submit(_grammars, tokenizer, vocab_size, sorted(eos))
         """Made before the first request needs it: it takes seconds for a large vocabulary."""
@@ -55,20 +55,14 @@ class Structures:
             raise bad(f"{field} takes longer than {COMPILE_SECONDS:g} s to read", field) from None
 
     def _get(self, field: str, kind: str, value: Any) -> Constraint:
-        """From those that are kept, or compiled now."""
-        key = kind, json.dumps(value)
-        if len(key[1]) > LONGEST:
+        text = json.dumps(value)
+        if len(text) > LONGEST:
             raise bad(f"at most {LONGEST} characters of schema or grammar", field)
-        if key not in self._kept:
-            self._kept[key] = self._compiled(field, kind, value)
-        self._kept.move_to_end(key)
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[key]
+        return self._compiled(field, kind, text)
 
-    def _compiled(self, field: str, kind: str, value: Any) -> Constraint:
+    def _compile(self, field: str, kind: str, text: str) -> Constraint:
         try:
-            made: Constraint = getattr(self._grammars.result(), kind)(value)
+            made: Constraint = getattr(self._grammars.result(), kind)(json.loads(text))
         except MissingExtraError as error:
             raise unsupported(
                 "structured output without the extra forerun[grammar] is", field

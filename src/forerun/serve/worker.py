@@ -1,7 +1,7 @@
 """The thread that owns the engine, and the queues to and from it.
 
-The only module of the server that knows the engine. Requests go in as `Job`s, `Update`s come out
-through a bounded queue per client; everything but `_Loop` runs on the event loop's thread.
+The only module of the server that knows the engine. Requests go in, `Update`s come out through a
+bounded queue per client.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Memory:
     budget: int | None = None  # None: no bound
     per_token: int = 0  # of one row in all caches
     per_row: int = 0  # besides: the logits of a pass
-    used: int = 0  # bytes that the running requests may come to take
 
     def bytes(self, columns: Sequence[int]) -> int:
         """Of rows that may grow to these lengths."""
@@ -46,10 +45,9 @@ class Memory:
     def fits(self, columns: Sequence[int], more: int) -> bool:
         return self.budget is None or self.bytes([*columns, more]) <= self.budget
 
-    @property
-    def share(self) -> float:
-        """Of the budget in use, in [0, 1]; 0 without a budget."""
-        return min(self.used / self.budget, 1.0) if self.budget else 0.0
+    def share(self, columns: Sequence[int]) -> float:
+        """Of the budget that they may come to take, in [0, 1]; 0 without a budget."""
+        return min(self.bytes(columns) / self.budget, 1.0) if self.budget else 0.0
 
 
 def measure(model: Any, budget: int | None, width: int = 8) -> Memory:
@@ -117,15 +115,6 @@ class Reply:
             update = Update(update.index, error=late)
         self._updates.put_nowait(update)
 
-    async def ready(self) -> None:
-        """Wait until the jobs were checked; raises what is wrong with one."""
-        self._check(await self._updates.get())
-
-    def _check(self, update: Update) -> None:
-        if update.error is not None:  # one that fails takes its siblings along
-            self.cancel()
-            raise update.error
-
     async def updates(self) -> AsyncIterator[list[Update]]:
         """All of them, those together that are there; ends with the last job's last, or raises the
         first error after what came before it."""
@@ -138,8 +127,9 @@ class Reply:
             left -= sum(update.last for update in good)
             if good:
                 yield good
-            for update in there[len(good) :]:
-                self._check(update)
+            for error in filter(None, (update.error for update in there)):
+                self.cancel()  # one that fails takes its siblings along
+                raise error
 
     @property
     def open(self) -> bool:
@@ -152,26 +142,15 @@ class Reply:
             self._worker.forget(self)
 
 
-class EmptyReply(Reply):
-    """Of jobs that write nothing: all there at once."""
-
-    def __init__(self, worker: Worker, jobs: Sequence[Request]) -> None:
-        super().__init__(worker, jobs, 1)
-        for i, job in enumerate(jobs):
-            stats = Stats.of([], len(job.prompt), 0.0, 0.0, 0.0)
-            done = Completion("", [], "length", [], stats, [], seed=0, logprobs=[])
-            self.put(Update(i, done=done))
-
-    async def ready(self) -> None:
-        """They are."""
-
-
 Updates = Sequence[tuple[Ticket, Update]]
 
 
 class Worker:
     """The engine behind queues: of `queue_size` requests that wait, and per job of `buffer` updates
-    for a reader. `watch` is called on the event loop with the tickets and updates of a round."""
+    for a reader. `watch` is called on the event loop with the tickets and updates of a round.
+
+    Its methods are called on the event loop, but for those that say otherwise.
+    """
 
     def __init__(
         self,
@@ -190,13 +169,19 @@ class Worker:
         self._live: set[Ticket] = set()
         self._seconds = 1.0  # of a typical request, for Retry-After
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        engine = Engine(
+        self._engine = Engine(
             model.target, model.drafter, model.tokenizer, model.eos, max_rows + 1,
             meter=model.meter, prefixes=prefixes,
         )  # fmt: skip
-        self._engine = _Loop(engine, max_rows, self.memory, self._inbox, self._send)
-        self._thread = threading.Thread(target=self._engine.run, name="forerun-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        # What follows belongs to the engine's thread.
+        self._news: list[tuple[Ticket, Update]] = []
+        """What the event loop does not know yet. It wakes once per round: whenever it is woken,
+        this thread may have to wait until it has done what there is to do."""
+        self._waiting: deque[Ticket] = deque()
+        self._running: dict[int, Ticket] = {}
+        self._ended = False
 
     def start(self) -> None:
         """Begin to work; on the event loop that will read the replies."""
@@ -215,14 +200,25 @@ class Worker:
     def waiting(self) -> int:
         return len(self._live) - self.running
 
+    @property
+    def share(self) -> float:
+        """Of the memory that running requests may come to take, in [0, 1]."""
+        running = [ticket.job for ticket in self._live if ticket.request is not None]
+        return self.memory.share([*map(self._columns, running)])
+
     def check(self, jobs: Sequence[Request]) -> None:
-        """Refuse what the engine would: PromptError, SettingError."""
+        """Refuse what cannot be served: PromptError, SettingError. From any thread."""
         for job in jobs:
             self._engine.check(job)
+            if not self.memory.fits([], columns := self._columns(job)):
+                raise PromptError(
+                    f"a prompt of {len(job.prompt)} tokens with {columns - len(job.prompt)} more "
+                    "to come does not fit this server's memory; ask for fewer tokens"
+                )
 
     def open(self, jobs: Sequence[Request]) -> Reply:
-        """Queue the jobs of one client, all or none; `ApiError` 429 if the queue is full, 503 if
-        the server is shutting down."""
+        """Queue the jobs of one client, which `check` passed, all or none; `ApiError` 429 if the
+        queue is full, 503 if the server is shutting down."""
         room = self.max_rows + self.queue_size
         if self.draining or not self.alive:
             state = "shutting down" if self.draining else "not running"
@@ -236,7 +232,16 @@ class Worker:
             )
         reply = Reply(self, jobs, self._buffer)
         self._live.update(reply.tickets)
-        self._inbox.put(lambda: self._engine.open(reply.tickets))
+        self._inbox.put(lambda: self._waiting.extend(reply.tickets))
+        return reply
+
+    def answer_empty(self, jobs: Sequence[Request]) -> Reply:
+        """The reply to jobs that write nothing: all of it is there at once."""
+        reply = Reply(self, jobs, 1)
+        for i, job in enumerate(jobs):
+            stats = Stats.of([], len(job.prompt), 0.0, 0.0, 0.0)
+            done = Completion("", [], "length", [], stats, [], seed=0, logprobs=[])
+            reply.put(Update(i, done=done))
         return reply
 
     def _retry_after(self) -> int:
@@ -245,13 +250,15 @@ class Worker:
 
     def forget(self, reply: Reply) -> None:
         self._live.difference_update(reply.tickets)
-        self._inbox.put(lambda: self._engine.cancel(reply.tickets))
+        self._inbox.put(lambda: self._cancel(reply.tickets))
 
     async def score(self, texts: Sequence[Sequence[int]], top: int) -> list[Sequence[Logprob]]:
-        """Of every token of some texts but their first, by the target alone; see `open`."""
+        """Of every token of some texts but their first, by the target alone."""
         out: list[Sequence[Logprob]] = [()] * len(texts)
         places = [i for i, text in enumerate(texts) if len(text) > 1]
-        reply = self.open([Request.to_score(texts[i], top) for i in places])
+        jobs = [Request.to_score(texts[i], top) for i in places]
+        self.check(jobs)
+        reply = self.open(jobs)
         try:
             async for updates in reply.updates():
                 for update in updates:
@@ -268,25 +275,15 @@ class Worker:
         while self._live and self.alive and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         gone = ApiError(503, "the server is shutting down", retry_after=5)
-        for ticket in list(self._live):
-            self._deliver([(ticket, Update(ticket.index, error=gone))])
-        self._inbox.put(self._engine.stop)
+        self._deliver([(ticket, Update(ticket.index, error=gone)) for ticket in self._live])
+        self._inbox.put(self._end)
         deadline = time.monotonic() + LAST_ROUND
         while self.alive and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
-    def _send(self, updates: Updates) -> None:
-        """Called in the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody reads
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._deliver, updates)
-
     def _deliver(self, updates: Updates) -> None:
-        known = []
-        for ticket, update in updates:
-            if ticket not in self._live:
-                continue
-            known.append((ticket, update))
+        known = [(ticket, update) for ticket, update in updates if ticket in self._live]
+        for ticket, update in known:
             if update.last:
                 self._live.discard(ticket)
                 if update.done is not None:
@@ -294,29 +291,9 @@ class Worker:
             ticket.reply.put(update)
         self._watch(known)
 
+    # --- in the engine's thread -------------------------------------------------------------
 
-class _Loop:
-    """What runs in the engine's thread. Every method but `run` is called from the inbox."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        max_rows: int,
-        memory: Memory,
-        inbox: queue.SimpleQueue[Callable[[], None]],
-        send: Callable[[Updates], None],
-    ) -> None:
-        self._limit, self._max_rows, self._memory = engine.target.limit, max_rows, memory
-        self._inbox, self._send = inbox, send
-        self._news: list[tuple[Ticket, Update]] = []
-        """What the event loop does not know yet. It wakes once per round: whenever it is woken,
-        this thread may have to wait until it has done what there is to do."""
-        self._waiting: deque[Ticket] = deque()
-        self._running: dict[int, Ticket] = {}
-        self._engine = engine
-        self._ended = False
-
-    def run(self) -> None:
+    def _run(self) -> None:
         """Rounds for as long as there is work; asleep otherwise."""
         try:
             while not self._ended:
@@ -335,11 +312,12 @@ class _Loop:
         """Tell the event loop what happened since the last time."""
         if self._news:
             news, self._news = self._news, []
-            self._send(news)
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody reads
+                assert self._loop is not None
+                self._loop.call_soon_threadsafe(self._deliver, news)
 
     def _listen(self) -> None:
         """Do what was asked meanwhile; with nothing else to do, wait for it."""
-        self._memory.used = self._memory.bytes(self._held())
         idle = not (self._running or self._waiting)
         if idle:
             self._flush()
@@ -351,44 +329,14 @@ class _Loop:
             command()
             idle = False
 
-    def _held(self) -> list[int]:
-        return [self._columns(ticket.job) for ticket in self._running.values()]
-
     def _columns(self, job: Request) -> int:
         """Most tokens its caches will hold."""
         if job.scores is not None:
             return len(job.prompt)
-        return min(len(job.prompt) + job.sampling.max_new_tokens, self._limit)
+        limit = self._engine.target.limit
+        return min(len(job.prompt) + job.sampling.max_new_tokens, limit)
 
-    def check(self, job: Request) -> None:
-        """Refuse what cannot be served; from any thread."""
-        self._engine.check(job)
-
-    def open(self, tickets: Sequence[Ticket]) -> None:
-        """Queue jobs after checking all of them."""
-        try:
-            for ticket in tickets:
-                self._check(ticket.job)
-        except ForerunError as error:
-            self._fail(tickets, error)
-            return
-        except Exception as error:
-            log.exception("a request could not be checked")
-            self._fail(tickets, _bug(type(error)))
-            return
-        self._waiting.extend(tickets)
-        self._news.extend((ticket, Update(ticket.index)) for ticket in tickets)
-
-    def _check(self, job: Request) -> None:
-        """Find now what would be found when it joins."""
-        self._engine.check(job)
-        if not self._memory.fits([], columns := self._columns(job)):
-            raise PromptError(
-                f"a prompt of {len(job.prompt)} tokens with {columns - len(job.prompt)} more to "
-                "come does not fit this server's memory; ask for fewer tokens"
-            )
-
-    def cancel(self, tickets: Sequence[Ticket]) -> None:
+    def _cancel(self, tickets: Sequence[Ticket]) -> None:
         """Free the rows of these jobs, running or waiting."""
         gone = set(tickets)
         self._waiting = deque(t for t in self._waiting if t not in gone)
@@ -399,10 +347,10 @@ class _Loop:
 
     def _admit(self) -> None:
         """First come, first served: whoever is next waits until there is room for him."""
-        held = self._held()
+        held = [self._columns(ticket.job) for ticket in self._running.values()]
         while (ticket := self._next()) is not None:
             columns = self._columns(ticket.job)
-            if not self._memory.fits(held, columns):
+            if not self.memory.fits(held, columns):
                 break
             self._waiting.remove(ticket)
             held.append(columns)
@@ -410,13 +358,12 @@ class _Loop:
             ticket.request = self._engine.submit(ticket.job)
             self._running[ticket.request] = ticket
             self._news.append((ticket, Update(ticket.index, ticket.queued)))
-        self._memory.used = self._memory.bytes(held)
 
     def _next(self) -> Ticket | None:
         """Texts are scored one after the other, as a pass takes a part of one, and in a row more
         than there are for who writes: neither waits for the other."""
         scoring = any(ticket.job.scores is not None for ticket in self._running.values())
-        full = len(self._running) - scoring >= self._max_rows
+        full = len(self._running) - scoring >= self.max_rows
         waits = {True: scoring, False: full}
         return next((t for t in self._waiting if not waits[t.job.scores is not None]), None)
 
@@ -442,7 +389,7 @@ class _Loop:
             pieces = event.pieces
         except Exception as error:  # its tokenizer
             log.exception("a request's text could not be made")
-            self.cancel([ticket])
+            self._cancel([ticket])
             return ticket, Update(ticket.index, error=_bug(type(error)))
         return ticket, Update(
             ticket.index, ticket.queued, pieces, event.logprobs, event.drafted, event.round, done
@@ -451,8 +398,8 @@ class _Loop:
     def _fail(self, tickets: Sequence[Ticket], error: ForerunError) -> None:
         self._news.extend((ticket, Update(ticket.index, error=error)) for ticket in tickets)
 
-    def stop(self) -> None:
-        """Leave `run`; what still ran is dropped."""
+    def _end(self) -> None:
+        """Leave `_run`; what still ran is dropped."""
         self._ended = True
         self._waiting.clear()
         self._running.clear()

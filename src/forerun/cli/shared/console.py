@@ -10,14 +10,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
 
 T = TypeVar("T")
 
@@ -174,36 +171,32 @@ class Tell(Protocol):
         """The name stands before the bar."""
 
 
-def make(*columns: ProgressColumn) -> Progress:
-    """Bars with these columns."""
-    from rich.progress import Progress
-
-    console = stderr()
-    return Progress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,  # piped text must stay in the pipe
-    )
-
-
 @contextmanager
 def progress(
-    name: str, total: float | None = None, unit: str = "", alone: bool = False
+    name: str,
+    total: float | None = None,
+    unit: str = "",
+    alone: bool = False,
+    console: Console | None = None,
 ) -> Iterator[Tell]:
     """A bar, and one more for every other name that is reported, or instead if `alone`; `total` is
-    how much there is where no total is reported. Without a unit, percentages are shown."""
+    how much there is where no total is reported. Without a unit, percentages are shown. While it
+    stands, nothing but its `console` may write to the terminal; None is one of stderr."""
     from rich import progress as rich
 
+    console = console or stderr()
     counted = (rich.MofNCompleteColumn(), rich.TextColumn(unit)) if unit else ()
     share = () if unit else (rich.TaskProgressColumn(),)
-    bars = make(
+    bars = rich.Progress(
         rich.TextColumn("{task.description}"),
         *counted,
         rich.BarColumn(),
         *share,
         rich.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=False,  # piped text must stay in the pipe
     )
     tasks = {name: bars.add_task(name, total=total)}
     first = total
@@ -233,26 +226,3 @@ def collected(run: Iterable[T], name: str, total: int, unit: str) -> tuple[list[
         remark(f"interrupted after {len(done)} of {total} {unit}")
         return done, True
     return done, False
-
-
-class PromptBar:
-    """Counts finished prompts."""
-
-    def __init__(self, total: int, done: int = 0) -> None:
-        from rich import progress as rich
-
-        self._bar = make(
-            rich.TextColumn("{task.completed}/{task.total} prompts"),
-            rich.BarColumn(),
-            rich.TimeRemainingColumn(),
-            rich.TextColumn("{task.fields[speed]}"),
-        )
-        self.console = self._bar.console
-        self._task = self._bar.add_task("", total=total, completed=done, speed="")
-        self._bar.start()
-
-    def advance(self, tokens_per_second: float) -> None:
-        self._bar.update(self._task, advance=1, speed=f"{tokens_per_second:.0f} tokens/s")
-
-    def stop(self) -> None:
-        self._bar.stop()

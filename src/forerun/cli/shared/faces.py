@@ -10,8 +10,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,13 @@ from rich.text import Text
 
 from forerun.cli.shared.console import (
     STYLES,
-    PromptBar,
     Writer,
     clean,
     coloured,
     count,
     legend,
     one_line,
+    progress,
     remark,
     status,
     stderr,
@@ -37,6 +37,7 @@ from forerun.cli.shared.guard import fail, held
 from forerun.cli.shared.models import Job
 from forerun.cli.shared.report import SCHEMA, finite, print_json
 from forerun.errors import SettingError
+from forerun.requests import Request
 
 if TYPE_CHECKING:
     from forerun.engine import Completion, Event, Piece, Stats
@@ -58,12 +59,17 @@ ENDED = {
 class Face:
     """Takes events and shows them; this one shows rounds only, if wanted."""
 
+    _tell: Callable[[], None]
+
     def __init__(
         self, job: Job, prompts: Sequence[Prompt], rounds: bool = False, explain: bool = True
     ) -> None:
         self.job, self.prompts, self.explain = job, list(prompts), explain
         self.done: dict[int, Completion] = {}  # completions by the place of their prompt
+        self.stats: list[Stats] = []  # of all that are complete
+        self.ended = ""  # why the newest of them ended
         self.rounds = RoundView(job.model.tokenizer) if rounds else None
+        self._err, self._bar = stderr(), ExitStack()
         self.begin()
 
     def begin(self) -> None:
@@ -75,17 +81,30 @@ class Face:
             several = len(self.prompts) > 1
             self.rounds.add(event, self.prompts[place].index if several else None)
         if event.completion is not None:
+            self.ended = event.completion.finish_reason
             self.finished(place, event.completion)
 
     def finished(self, place: int, completion: Completion) -> None:
         """A prompt's text is complete."""
         self.done[place] = completion
+        self.stats.append(completion.stats)
+
+    def _begin_bar(self, total: int, before: int = 0) -> None:
+        """Begin a bar that counts the prompts that are complete, of which some were before."""
+        tell = self._bar.enter_context(progress("", total, "prompts", console=self._err))
+        self._tell = lambda: tell("", before + len(self.stats))
+        self._tell()
 
     def close(self) -> None:
         """No more events come, perhaps because of an interrupt."""
+        self._bar.close()
 
     def interrupted(self) -> None:
-        note_interrupted(len(self.done), len(self.prompts))
+        self._interrupted(len(self.stats), len(self.prompts))
+
+    def _interrupted(self, done: int, total: int, hint: str = "") -> None:
+        complete = f"; {done:,} of {total:,} prompts are complete" if total > 1 else ""
+        remark(f"interrupted{complete}{hint}")
 
     def failed(self) -> None:
         """An error ended the run."""
@@ -135,10 +154,10 @@ class Terminal(Face):
     def end(self, seconds: float) -> None:
         if self.explain:
             if self._out.is_terminal:
-                stderr().print()
+                self._err.print()
             if coloured(self._out):
                 remark(legend())
-        RunSummary(self.done.values()).show(seconds if self.wall else None, self.job)
+        show_summary(self, seconds if self.wall else None)
 
     def compared(self, result: PairedRuns | None) -> None:
         if result is not None:
@@ -185,12 +204,13 @@ class Finished(Terminal):
 
     def begin(self) -> None:
         super().begin()
-        self._bar, self._next = PromptBar(len(self.prompts)), 0
+        self._begin_bar(len(self.prompts))
+        self._next = 0
 
     def finished(self, place: int, completion: Completion) -> None:
         """Show it, and those it held up."""
         super().finished(place, completion)
-        self._bar.advance(completion.stats.tokens_per_second)
+        self._tell()
         while self._next in self.done:
             self._show(self._next)
             self._next += 1
@@ -199,7 +219,7 @@ class Finished(Terminal):
         """Interrupted, those that waited for others before them are shown, too."""
         for place in sorted(i for i in self.done if i >= self._next):
             self._show(place)
-        self._bar.stop()
+        super().close()
 
     def _show(self, place: int) -> None:
         prompt, completion, head = self.prompts[place], self.done[place], len(self.prompts) > 1
@@ -212,7 +232,7 @@ class Finished(Terminal):
             return
         text = Text.assemble((line, "bold"), (clean(prompt.text), "dim"))
         text = Text.assemble(text, *((clean(p.text), STYLES[p.origin]) for p in completion.pieces))
-        (self._bar.console if self._bar.console.is_terminal else self._out).print(text, end="\n\n")
+        (self._err if self._err.is_terminal else self._out).print(text, end="\n\n")
 
 
 class Lines(Face):
@@ -225,10 +245,10 @@ class Lines(Face):
         self._keys = [_key(job, prompt) for prompt in prompts]
         kept = set() if output is None else _completed(Path(output), self._keys)
         super().__init__(job, [p for p in prompts if p.index not in kept], rounds)
-        self._kept, self._output, self._tally = len(kept), output, RunSummary()
+        self._kept, self._output = len(kept), output
         if kept:
             remark(f"{output} holds {len(kept):,} of {len(prompts):,} prompts; going on")
-        self._bar = PromptBar(len(prompts), len(kept))
+        self._begin_bar(len(prompts), len(kept))
         self._file = sys.stdout if output is None else open(output, "a", encoding="utf-8")  # noqa: SIM115
 
     def finished(self, place: int, completion: Completion) -> None:
@@ -240,21 +260,21 @@ class Lines(Face):
             print(line, file=self._file, flush=True)
         except OSError as error:  # of a full disk, say, Python does not tell which file it is on
             raise OSError(error.errno, error.strerror, self._output) from error
-        self._tally.add(completion)
-        self._bar.advance(completion.stats.tokens_per_second)
+        self.stats.append(completion.stats)
+        self._tell()
 
     def close(self) -> None:
-        self._bar.stop()
+        super().close()
         if self._output is not None:
             with contextlib.suppress(OSError):  # what a full disk did not take was told
                 self._file.close()
 
     def interrupted(self) -> None:
         hint = "" if self._output is None else "; the same command goes on from here"
-        note_interrupted(self._kept + len(self._tally.stats), len(self._keys), hint)
+        self._interrupted(self._kept + len(self.stats), len(self._keys), hint)
 
     def end(self, seconds: float) -> None:
-        self._tally.show(seconds, self.job)
+        show_summary(self, seconds)
 
 
 def play(job: Job, face: Face, compare: bool = False) -> None:
@@ -262,7 +282,13 @@ def play(job: Job, face: Face, compare: bool = False) -> None:
     then has been passed on."""
     began, last, stopping = time.perf_counter(), -1, False
     failures: dict[int, str] = {}
-    stream = job.model.run([job.request(prompt) for prompt in face.prompts], job.batch_size)
+    how: dict[str, Any] = {"stream": job.first_token_soon, "logprobs": job.logprobs}
+    asked = [(p.sampling, *job.model.context(p.ids)) for p in face.prompts]
+    requests = [
+        Request(ids, sampling, job.controller, job.rule, source, **how)
+        for sampling, ids, source in asked
+    ]
+    stream = job.model.run(requests, job.batch_size)
     try:
         try:
             with closing(stream), held() as interrupt:
@@ -316,12 +342,6 @@ def warm_up(job: Job, prompt: Prompt) -> None:
         for plain in (False, True):
             job.model.generate([prompt.ids], controller=job.controller, sampling=short, plain=plain,
                                rule=None if plain else job.rule)  # fmt: skip
-
-
-def note_interrupted(done: int, total: int, hint: str = "") -> None:
-    """Print on stderr that the run was interrupted, and what is complete."""
-    count = f"; {done:,} of {total:,} prompts are complete" if total > 1 else ""
-    remark(f"interrupted{count}{hint}")
 
 
 class RoundView:
@@ -399,56 +419,39 @@ def _index(path: Path, line: bytes, keys: Sequence[str]) -> int:
     return index
 
 
-class RunSummary:
-    """One line about a run: tokens, rounds, acceptance, speed, where the time went."""
+def show_summary(face: Face, seconds: float | None) -> None:
+    """Print a line about a run on stderr: tokens, rounds, acceptance, speed, where the time went;
+    and a warning of a lossy rule. `seconds` is the wall time, None the sum of the texts' own."""
 
-    def __init__(self, completions: Iterable[Completion] = ()) -> None:
-        self.stats: list[Stats] = []
-        self._ended = ""
-        for completion in completions:
-            self.add(completion)
+    def total(name: str) -> Any:
+        return sum(getattr(stats, name) for stats in face.stats)
 
-    def add(self, completion: Completion) -> None:
-        self.stats.append(completion.stats)
-        self._ended = completion.finish_reason
-
-    def show(self, seconds: float | None, job: Job) -> None:
-        """Print it on stderr, with a warning of a lossy rule; `seconds` is the wall time of all."""
-        remark(self.line(seconds))
-        if not job.rule.lossless:
-            rule = job.about.get("rule", "")
-            warning = f"lossy rule {rule}: the text may differ from the target's own"
-            remark(Text(warning, "yellow"))
-
-    def line(self, seconds: float | None = None) -> Text:
-        """Of all completions; `seconds` is the wall time, by default the sum of theirs."""
-
-        def total(name: str) -> Any:
-            return sum(getattr(stats, name) for stats in self.stats)
-
-        tokens, rounds, judged = total("tokens"), total("rounds"), total("judged")
-        took = total("seconds") if seconds is None else seconds
-        acceptance = f"{total('accepted') / judged:.0%}" if judged else "– (nothing drafted)"
-        spent = {n: total(f"{n}_seconds") for n in ("draft", "verify", "other")}
-        spent["else"] = spent.pop("other")
-        whole = sum(spent.values())
-        encoded = [s.encode_seconds for s in self.stats if s.encode_seconds is not None]
-        lossy = [s for s in self.stats if s.drift_mean is not None]
-        drift = sum((s.drift_mean or 0.0) * s.tokens for s in lossy) / max(tokens, 1)
-        most = max((s.drift_max or 0.0 for s in lossy), default=0.0)
-        one = len(self.stats) == 1
-        parts = [
-            "" if one else count(len(self.stats), "prompt"),
-            f"{count(tokens, 'token')} in {count(rounds, 'round')}",
-            f"{tokens / rounds:.2f} per round" if rounds else "",
-            f"acceptance {acceptance}",
-            f"{tokens / took:.0f} tokens/s" if took > 0 else "",
-            f"drift {_small(drift)} a token (max {_small(most)})" if lossy else "",
-            ", ".join(f"{name} {part / whole:.0%}" for name, part in spent.items() if whole),
-            f"encoding {1e3 * sum(encoded):.0f} ms" if encoded else "",
-            f"ended by {ENDED[self._ended]}" if one else "",
-        ]
-        return Text(" · ".join(p for p in parts if p), "bold")
+    tokens, rounds, judged = total("tokens"), total("rounds"), total("judged")
+    took = total("seconds") if seconds is None else seconds
+    acceptance = f"{total('accepted') / judged:.0%}" if judged else "– (nothing drafted)"
+    spent = {n: total(f"{n}_seconds") for n in ("draft", "verify", "other")}
+    spent["else"] = spent.pop("other")
+    whole = sum(spent.values())
+    encoded = [s.encode_seconds for s in face.stats if s.encode_seconds is not None]
+    lossy = [s for s in face.stats if s.drift_mean is not None]
+    drift = sum((s.drift_mean or 0.0) * s.tokens for s in lossy) / max(tokens, 1)
+    most = max((s.drift_max or 0.0 for s in lossy), default=0.0)
+    one = len(face.stats) == 1
+    parts = [
+        "" if one else count(len(face.stats), "prompt"),
+        f"{count(tokens, 'token')} in {count(rounds, 'round')}",
+        f"{tokens / rounds:.2f} per round" if rounds else "",
+        f"acceptance {acceptance}",
+        f"{tokens / took:.0f} tokens/s" if took > 0 else "",
+        f"drift {_small(drift)} a token (max {_small(most)})" if lossy else "",
+        ", ".join(f"{name} {part / whole:.0%}" for name, part in spent.items() if whole),
+        f"encoding {1e3 * sum(encoded):.0f} ms" if encoded else "",
+        f"ended by {ENDED[face.ended]}" if one else "",
+    ]
+    remark(Text(" · ".join(p for p in parts if p), "bold"))
+    if not face.job.rule.lossless:
+        rule = face.job.about.get("rule", "")
+        remark(Text(f"lossy rule {rule}: the text may differ from the target's own", "yellow"))
 
 
 def _small(value: float) -> str:

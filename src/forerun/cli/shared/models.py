@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from forerun import Model
     from forerun.controllers import Controller
     from forerun.prompts import Prompt, Reader
-    from forerun.requests import Request
     from forerun.rules import AcceptanceRule
     from forerun.settings import Settings
 
@@ -83,14 +82,6 @@ class Job:
         from forerun.prompts import Reader
 
         return Reader.of(self.model, self.chat.wrap, self.chat.system)
-
-    def request(self, prompt: Prompt) -> Request:
-        """What is asked of the engine for a prompt that is ready."""
-        from forerun.requests import Request
-
-        ids, source = self.model.context(prompt.ids)
-        how = self.controller, self.rule, source, self.first_token_soon, self.logprobs
-        return Request(ids, prompt.sampling, *how)
 
 
 @dataclass(frozen=True)

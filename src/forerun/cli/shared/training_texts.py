@@ -8,11 +8,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from forerun.cli.shared.written import Archive, read_written
+from forerun.cli.shared.written import Archive, read_written, written
 from forerun.errors import PromptError, SettingError
-from forerun.prompts import Prompt, find_prompts, is_shipped, json_lines, read_file, read_text
+from forerun.prompts import Prompt, find_prompts, is_shipped, json_lines, read_text
+from forerun.requests import Sampling
 from forerun.runtime.fingerprints import fingerprint
 from forerun.training.fit import Document, positions_of
 from forerun.training.grafts import TextPair
@@ -21,10 +22,7 @@ if TYPE_CHECKING:
     from forerun import Model
     from forerun.cli.shared.models import Job
 
-GROUP = 32  # prompts the target continues together, whose texts are kept together
 WINDOW = 512  # most tokens of a stretch of text
-PAIRS = 512  # outputs that the target writes before they are kept
-BATCH = 64  # of these, side by side
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,8 @@ def open_source(data: str) -> TrainingTexts:
             "the shipped models' training is in the repository: write prompts of it by `python -m "
             "recipes training-prompts --data DIR` and give that file"
         )
-    if is_shipped(data):
-        return TrainingTexts(prompts=find_prompts(data, "val", penalised=False))
-    path = Path(data).expanduser()
-    if path.is_dir():
+    path, shipped = Path(data).expanduser(), is_shipped(data)
+    if path.is_dir() and not shipped:
         files = sorted(path.rglob("*.txt"))
         if not files:
             raise SettingError(f"no .txt files in {data}; give a text file, a folder of them, or "
@@ -54,11 +50,13 @@ def open_source(data: str) -> TrainingTexts:
         return TrainingTexts(texts=[read_text(file) for file in files])
     if path.suffix == ".gz":
         return TrainingTexts(written=list(read_written(path)))
-    if path.suffix.lower() in (".jsonl", ".json"):
-        if (texts := _json_texts(path)) is not None:
-            return TrainingTexts(texts=texts)
-        return TrainingTexts(prompts=read_file(str(path)))
-    return TrainingTexts(texts=[read_text(path)])
+    if not shipped and path.suffix.lower() not in (".jsonl", ".json"):
+        return TrainingTexts(texts=[read_text(path)])
+    if not shipped and (texts := _json_texts(path)) is not None:
+        return TrainingTexts(texts=texts)
+    return TrainingTexts(
+        prompts=find_prompts(data if shipped else str(path), "val", penalised=False)
+    )
 
 
 def _json_texts(path: Path) -> list[str] | None:
@@ -94,7 +92,9 @@ def read_documents(
         assert source.prompts is not None
         how = {"target": identity, "seed": seed, "chat": job.chat.key}
         kept = Archive(folder / "texts.jsonl.gz", how)
-        documents = _written(source.prompts, job, kept, seed)
+        rows = job.reader.prepare([_drawn(p, i, seed) for i, p in enumerate(source.prompts)])
+        lines = written(job, rows, kept)
+        documents = (Document(line["ids"], line["n"] - 1, line["kind"]) for line in lines)
     chosen: list[Document] = []
     count = 0
     for document in documents:
@@ -109,6 +109,14 @@ def read_documents(
             f"too little text: {count} positions in {len(chosen)} document(s); give more --data"
         )
     return chosen
+
+
+def _drawn(prompt: Prompt, number: int, seed: int) -> Prompt:
+    """A prompt that the target goes on from: half are continued greedily, half sampled. In use a
+    draft only reads text that the target is writing."""
+    rng = random.Random(f"{seed}/{number}")
+    sampling = {"temperature": float(rng.random() < 0.5), "seed": rng.randrange(1 << 31)}
+    return replace(prompt, settings={**sampling, **prompt.settings})
 
 
 def _cut(texts: list[str], job: Job, seed: int) -> Iterator[Document]:
@@ -144,33 +152,6 @@ def _checked(texts: Sequence[Document], job: Job) -> Iterator[Document]:
             "target wrote"
         )
     return (text._replace(ids=text.ids[: facts.limit]) for text in texts)
-
-
-def _written(prompts: Sequence[Prompt], job: Job, kept: Archive, seed: int) -> Iterator[Document]:
-    """Prompts with what the target itself writes on them: half greedily, half sampled. In use a
-    draft only reads text that the target is writing."""
-    for at in range(len(prompts)):
-        if at == len(kept.lines):
-            kept.append(_continued(prompts[at : at + GROUP], at, job, seed))
-        line = kept.lines[at]
-        yield Document(line["ids"], line["n"] - 1, line["kind"])
-
-
-def _continued(prompts: Sequence[Prompt], first: int, job: Job, seed: int) -> list[dict[str, Any]]:
-    chosen = []
-    for number, prompt in enumerate(prompts, first):
-        rng = random.Random(f"{seed}/{number}")
-        sampling = {"temperature": float(rng.random() < 0.5), "seed": rng.randrange(1 << 31)}
-        chosen.append(replace(prompt, settings={**sampling, **prompt.settings}))
-    rows = job.reader.prepare(chosen)
-    done = job.model.generate(
-        [row.ids for row in rows], sampling=[row.sampling for row in rows],
-        batch_size=job.batch_size, plain=True,
-    )  # fmt: skip
-    return [
-        {"ids": [*row.ids, *completion.tokens], "n": len(row.ids), "kind": row.family or ""}
-        for row, completion in zip(rows, done, strict=True)
-    ]
 
 
 def read_pairs(path: Path, model: Model) -> list[TextPair]:
@@ -209,26 +190,25 @@ def _pair(line: str, where: str) -> tuple[str, str]:
 
 
 def own_texts(
-    model: Model, texts: Sequence[TextPair], most: int, path: Path, tell: Callable[[int], None]
+    job: Job, texts: Sequence[TextPair], most: int, path: Path, tell: Callable[[int], None]
 ) -> list[TextPair]:
     """The texts with the target's own greedy output of at most `most` tokens instead of theirs.
     They are kept at `path`: an interrupted run goes on there, and the same texts are not written
     twice. `tell` is called with how many there are."""
-    sources = [text.source for text in texts]
+    model = job.model
     how = {
         "target": fingerprint(model.target.executor.module()),
-        "sources": zlib.crc32(json.dumps(sources).encode()),
+        "sources": zlib.crc32(json.dumps([text.source for text in texts]).encode()),
         "max_new_tokens": most,
     }
-    kept = Archive(path, how)
-    while group := sources[len(kept.lines) :][:PAIRS]:
-        tell(len(kept.lines))
-        # Their source as it was given, without what the model opens it with.
-        given = [ids[len(model.opening.source) :] for ids in group]
-        done = model.generate(given, plain=True, batch_size=BATCH, max_new_tokens=most)
-        kept.append([{"ids": completion.tokens} for completion in done])
-    return [
-        TextPair(text.source, text.opening, line["ids"])
-        for text, line in zip(texts, kept.lines, strict=True)
-        if line["ids"]
+    opened = len(model.opening.source)  # the model puts that before sources itself
+    sampling = Sampling(max_new_tokens=most)
+    rows = [
+        Prompt("", id=place, family="source", ids=text.source[opened:], sampling=sampling)
+        for place, text in enumerate(texts)
     ]
+    pairs: list[TextPair] = []
+    for text, line in zip(texts, written(job, rows, Archive(path, how)), strict=True):
+        tell(len(pairs))
+        pairs.append(TextPair(text.source, text.opening, line["ids"][line["n"] :]))
+    return [pair for pair in pairs if pair.output]

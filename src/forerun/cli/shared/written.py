@@ -7,12 +7,18 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forerun.errors import SettingError
+from forerun.errors import GenerationError, SettingError
 from forerun.training.fit import Document
 
+if TYPE_CHECKING:
+    from forerun.cli.shared.models import Job
+    from forerun.engine import Completion
+    from forerun.prompts import Prompt
+
 SCHEMA = "forerun_texts"  # key of the first line, which says how the others were written
+GROUP = 64  # texts that are added to the file together
 
 
 def read_written(path: str | Path) -> Iterator[Document]:
@@ -91,3 +97,46 @@ class Archive:
         with self._path.open("ab") as file:
             file.write(gzip.compress(text.encode()))
         self.lines += lines
+
+
+def written(
+    job: Job, prompts: Sequence[Prompt], kept: Archive, top: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """The line of every prompt, each with a family and an id of its own, and of what the target
+    writes on it, with the `top` likeliest tokens at each place: first those that are kept, then, in
+    the order of the prompts, the others, which are added. `GenerationError` if a text fails.
+    """
+    known = {line.get("id"): line for line in kept.lines}
+    names = {f"{prompt.family}/{prompt.id}": prompt for prompt in prompts}
+    yield from (known[name] for name in names if name in known)
+    left = [(name, prompt) for name, prompt in names.items() if name not in known]
+    stream = job.model.stream(
+        [prompt.ids for _, prompt in left], sampling=[prompt.sampling for _, prompt in left],
+        batch_size=job.batch_size, plain=True, logprobs=top, first_token_soon=False,
+    ) if left else ()  # fmt: skip
+    done: dict[int, Completion] = {}
+    group: list[dict[str, Any]] = []
+    at = 0  # texts that are in the file or the group
+    for event in stream:
+        if event.completion is not None:
+            if event.completion.error is not None:
+                raise GenerationError(event.completion.error, event.completion)
+            done[event.request] = event.completion
+        while at in done:
+            group.append(_line(*left[at], done.pop(at)))
+            at += 1
+            if len(group) == GROUP or at == len(left):
+                kept.append(group)
+                yield from group
+                group = []
+
+
+def _line(name: str, prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "id": name, "kind": prompt.family, "n": len(prompt.ids),
+        "ids": [*prompt.ids, *completion.tokens], "answer": completion.text,
+    }  # fmt: skip
+    if completion.logprobs:
+        line["top"] = [[token for token, _ in place.top] for place in completion.logprobs]
+        line["logprobs"] = [[round(p, 3) for _, p in place.top] for place in completion.logprobs]
+    return line
