@@ -54,11 +54,11 @@ ALLOWED.update(
             "checks",
             "confidence",
             "languages",
-            "chat",
         )
     }
 )
-ALLOWED.update(signals={"errors", "types"}, costs={"errors", "checks"})
+ALLOWED.update(signals={"errors", "types"})
+ALLOWED.update(dict.fromkeys(("costs", "chat"), {"errors", "checks"}))
 
 
 def imported(path: Path, root: Path = ROOT) -> set[str]:
