@@ -57,8 +57,8 @@ ALLOWED.update(
         )
     }
 )
-ALLOWED.update(signals={"errors", "types"})
-ALLOWED.update(dict.fromkeys(("costs", "chat"), {"errors", "checks"}))
+CHECKED = {"errors", "checks"}
+ALLOWED.update(signals={"errors", "types"}, costs=CHECKED, chat=CHECKED)
 
 
 def imported(path: Path, root: Path = ROOT) -> set[str]:
