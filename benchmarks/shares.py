@@ -13,7 +13,7 @@ from benchmarks.common import RESULTS, console, geometric, provenance, save, sho
 from forerun.controllers import CONTROLLERS
 from forerun.lab.bounds.bounds import Bound, best_fixed, oracle
 from forerun.lab.bounds.informed import Study
-from forerun.lab.traces.costs import Cell, Costs
+from forerun.lab.traces.costs import Cell, CostTable
 from forerun.lab.traces.replay import replay, stream
 from forerun.lab.traces.results import Rounds
 from forerun.lab.traces.trace import Trace
@@ -31,7 +31,7 @@ AUTO = "auto"
 def main(val: Path, test: Path, costs: Path, budget: int, name: str) -> None:
     """Tune on one trace, judge on the other, in every cell; write `shares-NAME.json`."""
     searched, judged = Trace.read(val), Trace.read(test)
-    measured = Costs.read(costs).at(1, 128)
+    measured = CostTable.read(costs).at(1, 128)
     cells = {f"measured, c = {measured.ratio:.1f}": measured} | {
         f"c = {c}": Cell.synthetic(c, SLOPE) for c in RATIOS
     }
@@ -108,7 +108,7 @@ def regrets(test: Path, costs: Path, name: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    trace, cell = Trace.read(test), Costs.read(costs).at(1, 128)
+    trace, cell = Trace.read(test), CostTable.read(costs).at(1, 128)
     bounds = {"oracle": oracle(trace, cell), "informed bound": Study(trace).informed(cell).best}
     curves: dict[str, Any] = {}
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")

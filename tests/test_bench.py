@@ -285,36 +285,38 @@ class TestFigures:
             PLAIN: dict.fromkeys(KEYS, 2.0),
             "x": dict(zip(KEYS, [1.0, 1.0, 4.0, 1.0], strict=True)),
         }
-        cells = {(c.method, c.family): c for c in report.cells(document(**paces))}
-        assert cells["x", "a"].speedup == pytest.approx({"mean": 2, "low": 2, "high": 2, "n": 2})
-        assert cells["x", "b"].speedup["mean"] == pytest.approx(1.0)
+        cells = {(c["method"], c["family"]): c for c in report.cells(document(**paces))}
+        assert cells["x", "a"]["speedup"] == pytest.approx({"mean": 2, "low": 2, "high": 2, "n": 2})
+        assert cells["x", "b"]["speedup"]["mean"] == pytest.approx(1.0)
         overall = cells["x", ALL]
-        assert overall.speedup["mean"] == pytest.approx(2**0.5)
-        assert overall.ratios == pytest.approx([2, 2, 0.5, 2])
-        assert overall.tokens_per_second == pytest.approx(40 / 70)
-        assert overall.ms_per_token == pytest.approx(1750)
-        assert cells[PLAIN, ALL].speedup["mean"] == 1
+        assert overall["speedup"]["mean"] == pytest.approx(2**0.5)
+        assert overall["ratios"] == pytest.approx([2, 2, 0.5, 2])
+        assert overall["tokens_per_second"] == pytest.approx(40 / 70)
+        assert overall["ms_per_token"] == pytest.approx(1750)
+        assert cells[PLAIN, ALL]["speedup"]["mean"] == 1
 
     def test_writing_more_tokens_is_no_speedup(self):
         made = document(**{PLAIN: dict.fromkeys(KEYS, 2.0), "x": dict.fromkeys(KEYS, 2.0)})
         for s in made["samples"]:
             if s["method"] == "x":
                 s["tokens"], s["seconds"] = [20], 40.0
-        speedups = [c.speedup["mean"] for c in report.cells(made) if c.method == "x"]
+        speedups = [c["speedup"]["mean"] for c in report.cells(made) if c["method"] == "x"]
         assert speedups == pytest.approx([1.0] * 3)
 
     def test_a_method_is_paired_with_plain_on_its_own_prompts(self):
         paces = {PLAIN: dict(zip(KEYS, [1.0, 1.0, 8.0, 8.0], strict=True)), "x": {KEYS[0]: 0.5}}
-        cells = [c for c in report.cells(document(**paces)) if (c.method, c.family) == ("x", ALL)]
-        assert [(c.speedup["mean"], c.speedup["n"]) for c in cells] == [(2.0, 1)]
+        cells = [
+            c for c in report.cells(document(**paces)) if (c["method"], c["family"]) == ("x", ALL)
+        ]
+        assert [(c["speedup"]["mean"], c["speedup"]["n"]) for c in cells] == [(2.0, 1)]
 
     def test_latency_is_what_one_reader_waits(self, tmp_path):
         work = groups([task("a", i) for i in range(4)], [1, 4])
         results = measured(tmp_path, scripted(), work).document
-        at = {(c.batch, c.method): c for c in report.cells(results) if c.family == ALL}
-        assert at[1, PLAIN].ms_per_token == pytest.approx(1000)
-        assert at[4, PLAIN].ms_per_token == pytest.approx(4000)
-        assert at[1, PLAIN].tokens_per_second == at[4, PLAIN].tokens_per_second == 1
+        at = {(c["batch"], c["method"]): c for c in report.cells(results) if c["family"] == ALL}
+        assert at[1, PLAIN]["ms_per_token"] == pytest.approx(1000)
+        assert at[4, PLAIN]["ms_per_token"] == pytest.approx(4000)
+        assert at[1, PLAIN]["tokens_per_second"] == at[4, PLAIN]["tokens_per_second"] == 1
 
     def test_peers(self):
         paces = {
@@ -341,10 +343,10 @@ class TestFigures:
                                for n, p in zip((PLAIN, "x"), paces, strict=True)})  # fmt: skip
 
         for one, other in zip(report.cells(made(1)), report.cells(made(unit)), strict=True):
-            s = one.speedup
+            s = one["speedup"]
             assert s["low"] <= s["mean"] * 1.000001
             assert s["mean"] <= s["high"] * 1.000001
-            assert s == pytest.approx(other.speedup)
+            assert s == pytest.approx(other["speedup"])
 
 
 SLOW = {key: 4.0 + 0.1 * (i % 3) for i, key in enumerate(MORE)}
@@ -353,14 +355,14 @@ QUICK = {key: 2.0 + 0.1 * (i % 4) for i, key in enumerate(MORE)}
 
 class TestCompare:
     def verdicts(self, a, b):
-        return {(c.method, c.family): c.verdict for c in report.compare(a, b)}
+        return {(c["method"], c["family"]): c["verdict"] for c in report.compare(a, b)}
 
     def test_nothing_changed(self):
         a = document(**{PLAIN: SLOW, "x": QUICK})
         changes = report.compare(a, a)
-        assert {c.verdict for c in changes} == {"within noise"}
-        assert all(c.seconds["mean"] == 1 and c.same_text == 1 for c in changes)
-        assert {(c.method, c.family) for c in changes} == {
+        assert {c["verdict"] for c in changes} == {"within noise"}
+        assert all(c["seconds"]["mean"] == 1 and c["same_text"] == 1 for c in changes)
+        assert {(c["method"], c["family"]) for c in changes} == {
             (m, f) for m in (PLAIN, "x") for f in ("a", "b", ALL)
         }
 
@@ -402,10 +404,10 @@ class TestCompare:
         family_a = {k: v for k, v in SLOW.items() if k[0] == "a"}
         b = document(**{PLAIN: family_a, "x": family_a, "new": family_a})
         changes = report.compare(a, b)
-        assert {(c.method, c.family) for c in changes} == {
+        assert {(c["method"], c["family"]) for c in changes} == {
             (m, f) for m in (PLAIN, "x") for f in ("a", ALL)
         }
-        assert {c.seconds["n"] for c in changes} == {6}
+        assert {c["seconds"]["n"] for c in changes} == {6}
 
 
 VLLM = """

@@ -17,7 +17,7 @@ from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import SettingError, UnknownNameError
 from forerun.lab.traces import measuring
-from forerun.lab.traces.costs import Cell, Costs, Spread, passes
+from forerun.lab.traces.costs import Cell, CostTable, Spread, passes
 from forerun.lab.traces.measuring import _as_live, cells, line, measure
 from forerun.runtime import Rows, torch_rows
 from tiny import LIMIT, build
@@ -65,22 +65,22 @@ def test_levels_of_passes(tmp_path: Any) -> None:
     seconds = [a + b for a, b in zip(rounds, judging, strict=True)]
     assert [costs.seconds(n) for n in range(1, 9)] == pytest.approx(seconds)
     assert costs.seconds(10) == pytest.approx(seconds[-1] + 2 * (0.1 + costs.widening))
-    table = Costs((costs,))
+    table = CostTable((costs,))
     table.write(tmp_path / "costs.json")
-    assert Costs.read(tmp_path / "costs.json").at().levels == (1, 4, 8)
+    assert CostTable.read(tmp_path / "costs.json").at().levels == (1, 4, 8)
     with pytest.raises(SettingError, match="levels"):
         Cell(0.1, points, levels=(4, 4))
 
 
 def test_what_a_meter_knows_besides_is_not_in_the_file(tmp_path: Any) -> None:
-    Costs((Cell(0.1, ((1, 1.0),), reading=0.5),)).write(tmp_path / "costs.json")
+    CostTable((Cell(0.1, ((1, 1.0),), reading=0.5),)).write(tmp_path / "costs.json")
     (cell,) = json.loads((tmp_path / "costs.json").read_text())["cells"]
     names = {
         "draft", "verify", "fixed", "batch", "context", "first", "levels", "cold", "asking",
         "ratio", "spread", "tree",
     }  # fmt: skip
     assert cell.keys() == names
-    assert Costs.read(tmp_path / "costs.json").at().reading == 0
+    assert CostTable.read(tmp_path / "costs.json").at().reading == 0
 
 
 def test_plain_and_ratio() -> None:
@@ -118,7 +118,7 @@ def test_cells_that_make_no_sense(settings: dict[str, Any], says: str) -> None:
 
 
 def test_the_nearest_cell() -> None:
-    table = Costs(
+    table = CostTable(
         tuple(Cell(0.1, ((1, 1.0),), batch=b, context=n) for b in (1, 4, 16) for n in (128, 512))
     )
     nearest = [table.at(b, n) for b, n in ((1, 128), (3, 200), (100, 5000), (2, 300))]
@@ -129,10 +129,13 @@ def test_the_nearest_cell() -> None:
 
 def test_files_hold_everything(tmp_path: Any) -> None:
     spread = Spread((0.09, 0.11), ((0.9, 1.2), (1.0, 1.2), (1.4, 1.6)), 0.01, ((0, 0.1, 0.0, 0.2),))
-    for table in (Costs((MEASURED,), {"by": "hand"}, (spread,)), Costs((MEASURED,), {"x": [1]})):
+    for table in (
+        CostTable((MEASURED,), {"by": "hand"}, (spread,)),
+        CostTable((MEASURED,), {"x": [1]}),
+    ):
         table.write(tmp_path / "costs.json")
-        assert Costs.read(tmp_path / "costs.json") == table
-        assert Costs.find(str(tmp_path / "costs.json")) == table
+        assert CostTable.read(tmp_path / "costs.json") == table
+        assert CostTable.find(str(tmp_path / "costs.json")) == table
 
 
 @pytest.mark.parametrize(
@@ -157,22 +160,22 @@ def test_files_that_are_none(tmp_path: Any, text: str, says: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(SettingError, match=says):
-        Costs.read(path)
+        CostTable.read(path)
 
 
 def test_made_up_in_one_line() -> None:
-    assert Costs.find("c=10, slope=0.02,fixed=0.1").at() == Cell.synthetic(10, 0.02, 0.1)
-    assert Costs.find("c=10,tree=0.1").at() == Cell.synthetic(10, tree=0.1)
+    assert CostTable.find("c=10, slope=0.02,fixed=0.1").at() == Cell.synthetic(10, 0.02, 0.1)
+    assert CostTable.find("c=10,tree=0.1").at() == Cell.synthetic(10, tree=0.1)
     with pytest.raises(UnknownNameError, match="did you mean 'slope'"):
-        Costs.find("c=10,slop=1")
+        CostTable.find("c=10,slop=1")
     for text, says in (
         ("slope=1", "c=RATIO"), ("c=ten", "c must be a number"), ("c=1,c=2", "given once"),
         ("c=-4", "c must be above 0"),
     ):  # fmt: skip
         with pytest.raises(SettingError, match=says):
-            Costs.find(text)
+            CostTable.find(text)
     with pytest.raises(SettingError, match="forerun costs -o FILE measures one"):
-        Costs.find("nowhere.json")
+        CostTable.find("nowhere.json")
 
 
 @given(

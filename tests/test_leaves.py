@@ -208,7 +208,7 @@ def test_a_trace_that_does_not_know_second_choices_refuses_to_replay_them() -> N
     trace, costs = periodic(3), Costs.synthetic(5)
     unknown = np.full_like(trace.accept_prob, np.nan)
     first = replace(trace, judged={**trace.judged, "rank": unknown, "target_rank": unknown})
-    with pytest.raises(SettingError, match=r"leaves.* schema 1.*record it again"):
+    with pytest.raises(SettingError, match=r"leaves.* does not say.*record it"):
         replay_batches(first, "auto(leaves=2)", costs, 1)
     tossed = replace(trace, accept_prob=trace.accept_prob * 0.5)
     with pytest.raises(SettingError, match=r"leaves.* judged by coins.* rule gumbel"):

@@ -203,12 +203,11 @@ def test_sensitivity_changes_one_thing(recorded: ExitTrace) -> None:
     of = Setting((2, 4), 0.3, 0.5, 2)
     around = search.sensitivity(of)
     assert list(around) == ["threshold", "anneal", "depth", "width", "layers", "bonus"]
-    assert dict(around["threshold"])[0.3] == search.score(of)
-    assert dict(around["anneal"])[0.5] == search.score(of)
-    assert dict(around["depth"])[4] == search.score(of)
-    assert dict(around["width"])[2] == search.score(of)
+    score = round(search.score(of), 4)
+    assert dict(around["threshold"])[0.3] == dict(around["anneal"])[0.5] == score
+    assert dict(around["depth"])[4] == dict(around["width"])[2] == score
     assert [v for v, _ in around["layers"]] == ["+1", "-2", "+3", "-4", "+5"]
-    assert dict(around["depth"])[1] == search.score(replace(of, layers=(1,)))
+    assert dict(around["depth"])[1] == round(search.score(replace(of, layers=(1,))), 4)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -246,11 +245,12 @@ def test_measured_and_confirmed_on_a_tiny_model() -> None:
     search = Search(recording(made), measured, 4)
     settings = [Setting((1,), 0.2, 0.0, 4), Setting((5,), 0.0, 0.0, 2)]
     live_ = sweep.confirm(model, rows, heads, search, settings)
-    assert {c.setting for c in live_} == set(settings)
-    assert live_[0].speedup["mean"] >= live_[1].speedup["mean"]
-    for c in live_:
-        assert c.same == 2
-        assert c.speedup["low"] <= c.speedup["mean"] <= c.speedup["high"]
-    for c in live_:
-        rounds = search.exits.counts(c.setting)["rounds"].sum()
-        assert c.per_round == pytest.approx(sum(len(t.output) for t in made) / rounds)
+    assert set(live_) == set(settings)
+    fastest, other = live_.values()
+    assert fastest["speedup"]["mean"] >= other["speedup"]["mean"]
+    for setting, c in live_.items():
+        assert c["same"] == 2
+        assert c["speedup"]["low"] <= c["speedup"]["mean"] <= c["speedup"]["high"]
+        rounds = search.exits.counts(setting)["rounds"].sum()
+        per_round = sum(len(t.output) for t in made) / rounds
+        assert c["tokens_per_round"] == pytest.approx(per_round, abs=1e-4)

@@ -233,7 +233,7 @@ def test_share_of_the_oracle(bench, pair, tmp_path, monkeypatch):
     pytest.importorskip("pyarrow")
     from forerun.engine import Sampling
     from forerun.lab.bounds import informed
-    from forerun.lab.traces.costs import Cell, Costs
+    from forerun.lab.traces.costs import Cell, CostTable
     from forerun.lab.traces.record import Task, record
     from forerun.model import load
 
@@ -241,7 +241,7 @@ def test_share_of_the_oracle(bench, pair, tmp_path, monkeypatch):
     how = Sampling(max_new_tokens=8)
     tasks = [Task("a", str(i), [5 + i, 9], how) for i in range(3)]
     record(model, tasks, depth=4).write(tmp_path / "t.parquet")
-    Costs((Cell.synthetic(5),)).write(tmp_path / "c.json")
+    CostTable((Cell.synthetic(5),)).write(tmp_path / "c.json")
     monkeypatch.setattr(informed, "GRID", informed.GRID[:8])
     given = ["--trace", str(tmp_path / "t.parquet"), "--costs", str(tmp_path / "c.json")]
     document = bench(*given, "--json").json

@@ -104,7 +104,7 @@ def lines(draw):
 @pytest.fixture(scope="module")
 def files(pair, tmp_path_factory):
     """What the names of `FILES` stand for."""
-    from forerun.lab.traces.costs import Cell, Costs
+    from forerun.lab.traces.costs import Cell, CostTable
     from made_traces import periodic
 
     folder = tmp_path_factory.mktemp("fuzz")
@@ -120,7 +120,7 @@ def files(pair, tmp_path_factory):
     paths["FOLDER"].mkdir()
     paths["NOFOLDER"] = folder / "none" / "file"
     periodic(2).write(paths["TRACE"])
-    Costs((Cell.synthetic(8),)).write(paths["COSTS"])
+    CostTable((Cell.synthetic(8),)).write(paths["COSTS"])
     paths["SETTINGS"].write_text('{"schema": 1, "controller": "fixed(2)"}')
     return paths
 

@@ -11,7 +11,7 @@ import pytest
 
 from forerun.cli.replay import warn_of_mixed_models
 from forerun.controllers import CONTROLLERS
-from forerun.lab.traces.costs import Cell, Costs
+from forerun.lab.traces.costs import Cell, CostTable
 from forerun.lab.traces.replay import replay as replayed
 from forerun.lab.traces.trace import SIGNALS, Trace
 from made_traces import judged_greedily
@@ -157,7 +157,7 @@ def test_shares_of_the_bounds(replay, monkeypatch):
 def test_costs_of_a_file(replay, tmp_path):
     path = tmp_path / "costs.json"
     cells = [Cell.synthetic(c) for c in (2, 40)]
-    Costs((cells[0], Cell(cells[1].draft, cells[1].verify, batch=4))).write(path)
+    CostTable((cells[0], Cell(cells[1].draft, cells[1].verify, batch=4))).write(path)
     for batch, ratio in ((1, 2), (8, 40)):
         argv = ("--costs", str(path), "--batch", str(batch), "--controller", "fixed", "--json")
         assert replay(*argv).json["cell"]["ratio"] == pytest.approx(ratio)
@@ -178,7 +178,7 @@ def test_whole_batches(replay, tmp_path):
         assert rate == pytest.approx(total["tokens"] / total["seconds"])
     assert "batch 3, context" in replay(*argv).out
     path = tmp_path / "costs.json"
-    Costs((cell,)).write(path)
+    CostTable((cell,)).write(path)
     shown = replay("--costs", str(path), "--batch", "3", "--controller", "fixed")
     assert "no costs of a batch of 3: those of 1 are taken" in shown.err
 
@@ -278,7 +278,7 @@ def test_costs_made_up(forerun, tmp_path):
     assert (result.code, result.err) == (0, f"saved to {path}\n")
     assert result.out.splitlines()[0] == "made up: c = 10.00"
     assert re.search(r"^drafted token +5\.00$", result.out, re.MULTILINE)
-    assert Costs.read(path).at() == Cell.synthetic(10, 0.02, seconds=0.05)
+    assert CostTable.read(path).at() == Cell.synthetic(10, 0.02, seconds=0.05)
     assert forerun(*argv, "--json").json == json.loads(path.read_text())
 
 
@@ -296,7 +296,7 @@ def test_costs_measured(forerun, pair, tmp_path):
     for what in ("draft forward", "target pass of 1 token", "target pass of 5 tokens"):
         row = rf"^{what} +{number} +{number} to {number}$"
         assert len(re.findall(row, result.out, re.MULTILINE)) == 2
-    table = Costs.read(path)
+    table = CostTable.read(path)
     assert [(cell.batch, len(cell.verify)) for cell in table.cells] == [(1, 3), (2, 3)]
 
 
@@ -314,7 +314,7 @@ def test_costs_interrupted(forerun, pair, tmp_path, monkeypatch):
     path = tmp_path / "costs.json"
     argv = ("--batch", "1,2", "--context", "8", "--widths", "2", "--repeats", "1", "-o", str(path))
     assert forerun("costs", *pair.options, *argv).code == 130
-    assert [cell.batch for cell in Costs.read(path).cells] == [1]
+    assert [cell.batch for cell in CostTable.read(path).cells] == [1]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import forerun as package
 from forerun.controllers import CONTROLLERS
 from forerun.lab.traces import tune as lab
-from forerun.lab.traces.costs import Cell, Costs
+from forerun.lab.traces.costs import Cell, CostTable
 from forerun.lab.traces.tune import speed
 from forerun.model import DEFAULT_CONTROLLER
 from forerun.settings import Settings
@@ -185,7 +185,7 @@ def test_a_file_of_costs_has_batch_sizes(tune, tmp_path):
         for context in (64, 512)
     ]
     path, out = str(tmp_path / "costs.json"), str(tmp_path / "vllm.json")
-    Costs(tuple(cells)).write(path)
+    CostTable(tuple(cells)).write(path)
     given = ("--controller", "fixed", "--json", "--export", f"vllm:{out}")
     report = tune(*given, costs=path).json
     assert (report["costs"]["batch"], report["costs"]["context"]) == (1, 64)

@@ -34,7 +34,7 @@ def ablate(
     """
     from forerun.controllers import CONTROLLERS
     from forerun.lab.traces.ablation import without, worth
-    from forerun.lab.traces.costs import Costs
+    from forerun.lab.traces.costs import CostTable
     from forerun.lab.traces.trace import Trace
 
     whole("seed", seed)
@@ -43,7 +43,7 @@ def ablate(
         raise SettingError(
             f"{controller} declares no mechanisms; a field does by controllers.base.mechanism"
         )
-    cells = {spec: Costs.find(spec).at(1, context) for spec in costs}
+    cells = {spec: CostTable.find(spec).at(1, context) for spec in costs}
     results = {}
     with progress("replaying", len(cells)) as tell:
         for spec, cell in cells.items():

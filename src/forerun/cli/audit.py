@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,9 +20,7 @@ from forerun.cli.shared.report import print_json
 from forerun.errors import ModelError, SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
-    from forerun import Model
     from forerun.cli.shared.models import Job
-    from forerun.lab.audit import Comparison
     from forerun.lab.bench.peers import Peer
     from forerun.lab.bench.report import Document
     from forerun.prompts import Prompt
@@ -132,14 +130,15 @@ def audit(
             batch_size=batch_size,
             peers=peers,
         )
-        planned = lab.checks(batch_size, peers)
-        done, interrupted = collected(run, "comparing", len(rows) * len(planned), "texts")
+        count = len(rows) * len(lab.checks(batch_size, peers))
+        done, interrupted = collected(run, "comparing", count, "texts")
+    about = {**job.about, **settings, "peer": peer, **common}
+    document = lab.document(job.model, rows, done, not interrupted, about)
     if as_json:
-        about = {**job.about, **settings, "peer": peer, **common}
-        print_json(lab.document(job.model, rows, done, not interrupted, about))
+        print_json(document)
     else:
-        _show(job.model, rows, done, planned)
-    _leave(interrupted, any(c.kind == "bug" for c in done))
+        _show(document)
+    _leave(interrupted, document["bugs"] > 0)
 
 
 def _leave(interrupted: bool, bad: bool) -> None:
@@ -174,47 +173,29 @@ def _peers(stack: ExitStack, job: Job, models: Models) -> list[Peer]:
     return able
 
 
-def _show(
-    model: Model, rows: Sequence[Prompt], done: list[Comparison], planned: Sequence[tuple[str, str]]
-) -> None:
-    from forerun.lab.audit import counts, summary
-
+def _show(document: Document) -> None:
+    """The differences, four lines each, and a table of the checks."""
     console = stdout()
-    for comparison in done:
-        if comparison.difference is not None:
-            for line in _difference(model, rows, comparison):
-                console.print(line, soft_wrap=True)
-            console.print()
-    counted = ["compared", "identical", "near-ties", "bugs"]
-    if any(c.kind == "differs" for c in done):
-        counted.append("differ")
+    for one in document["differences"]:
+        check, against = one["check"], one["against"]
+        where = f"{one['id']}: {check} leaves {against} at output token {one['position']}"
+        what = (one["kind"], COLOURS[one["kind"]]), f"  {where} ({one['reason']})"
+        console.print(Text.assemble(*what), soft_wrap=True)
+        before = f"  … {one_line(one['text']['before'])}"
+        console.print(Text(before, "dim"), soft_wrap=True)
+        width = max(len(check), len(against))
+        for name, text in zip((against, check), one["text"]["onward"][::-1], strict=True):
+            line = (f"    {name:<{width}}  ", "dim"), one_line(text) or "(end)"
+            console.print(Text.assemble(*line), soft_wrap=True)
+        console.print()
+    counted = ["compared", "identical", "near-ties", "bugs", *["differ"] * (document["differ"] > 0)]
     shown = table("check", "against", right=counted)
-    for check, against in planned:
-        n = counts([c for c in done if (c.check, c.against) == (check, against)])
-        shown.add_row(check, against, *(f"{n[name.replace('-', '_')]:,}" for name in counted))
+    for n in document["checks"]:
+        counts = (f"{n[name.replace('-', '_')]:,}" for name in counted)
+        shown.add_row(n["check"], n["against"], *counts)
     console.print(shown)
-    bugs = any(c.kind == "bug" for c in done)
     console.print()
-    note(Text(summary(done), "bold red" if bugs else "bold"))
-
-
-def _difference(model: Model, rows: Sequence[Prompt], comparison: Comparison) -> Iterator[Text]:
-    """Four lines: the kind, the common text, and the two continuations."""
-    from forerun.lab.audit import around
-
-    row, difference = rows[comparison.prompt], comparison.difference
-    assert difference is not None
-    kind = comparison.kind.value
-    yield Text.assemble(
-        (kind, COLOURS[kind]),
-        f"  {row.id}: {comparison.check} leaves {comparison.against} at output token "
-        f"{difference.position} ({difference.reason})",
-    )
-    common, continuations = around(model, row, comparison)
-    yield Text.assemble(("  … ", "dim"), (one_line(common), "dim"))
-    width = max(len(comparison.check), len(comparison.against))
-    for name, text in zip((comparison.against, comparison.check), continuations[::-1], strict=True):
-        yield Text.assemble((f"    {name:<{width}}  ", "dim"), one_line(text) or "(end)")
+    note(Text(document["summary"], "bold red" if document["bugs"] else "bold"))
 
 
 def _in_both(models: Models, precision: str) -> tuple[Models, Models]:

@@ -22,8 +22,8 @@ from forerun.errors import SettingError, UnknownNameError, require
 
 if TYPE_CHECKING:
     from forerun.lab.bench.bench import Results
-    from forerun.lab.bench.methods import Group, Method
-    from forerun.lab.bench.peers import Command, Peer
+    from forerun.lab.bench.methods import Group
+    from forerun.lab.bench.peers import Command, Method, Peer
     from forerun.lab.bench.report import Cell, Change, Document
     from forerun.model import Model
     from forerun.prompts import Prompt
@@ -113,12 +113,12 @@ def bench(
 
     from forerun.lab.bench.bench import PAGE
     from forerun.lab.bench.methods import groups
-    from forerun.lab.bounds.informed import shares
-    from forerun.lab.traces.costs import Costs
+    from forerun.lab.traces.costs import CostTable
+    from forerun.lab.traces.replay_report import shares
     from forerun.lab.traces.trace import Trace
     from forerun.model import DEFAULT_CONTROLLER
 
-    recorded = (Trace.read(trace), Costs.read(costs)) if trace and costs else None
+    recorded = (Trace.read(trace), CostTable.read(costs)) if trace and costs else None
     compared = Compared.read(
         controllers or f"{DEFAULT_CONTROLLER};{FIXED}",
         rules,
@@ -352,12 +352,13 @@ def _show(document: Document, cells: Sequence[Cell]) -> None:
         right=("batch", "speed-up over plain", "tokens/s", "identical"),
     )
     for c in cells:
-        if c.family == ALL:
-            speed = "1" if c.method == "plain" else show(c.speedup)
-            identical = "–" if c.identical is None else f"{c.identical * 100:.0f} %"
-            arithmetic = [names[whose.get(c.method)]] if whose else []
-            pace = f"{c.tokens_per_second:,.0f}"
-            shown.add_row(c.method, *arithmetic, str(c.batch), speed, pace, identical)
+        if c["family"] == ALL:
+            name, same = c["method"], c["identical"]
+            speed = "1" if name == "plain" else show(c["speedup"])
+            identical = "–" if same is None else f"{same * 100:.0f} %"
+            arithmetic = [names[whose.get(name)]] if whose else []
+            pace = f"{c['tokens_per_second']:,.0f}"
+            shown.add_row(name, *arithmetic, str(c["batch"]), speed, pace, identical)
     stdout().print(shown)
 
 
@@ -379,7 +380,7 @@ def compare(
     if not changes:
         raise SettingError("the two results share no prompts measured by the same method")
     if as_json:
-        print_json(report.changes(changes))
+        print_json({"schema": report.SCHEMA, "cells": changes})
         return
     _show_changes(changes)
 
@@ -387,29 +388,30 @@ def compare(
 def _show_changes(changes: Sequence[Change]) -> None:
     from forerun.lab.bench.report import ALL, LEVEL, show
 
-    several = len({c.batch for c in changes}) > 1
+    several = len({c["batch"] for c in changes}) > 1
     right = ("time, A/B", "speed-up, B/A", "B is")
     shown = table("method", "family", *(["batch"] if several else []), right=right, no_wrap=True)
     styles = {"faster": "green", "slower": "red", "within noise": "dim"}
     for c in changes:
-        size = [str(c.batch)] if several else []
-        relative = "–" if c.speedup is None else show(c.speedup)
-        verdict = Text(c.verdict, styles[c.verdict])
-        shown.add_row(c.method, c.family, *size, show(c.seconds), relative, verdict)
+        size = [str(c["batch"])] if several else []
+        relative = "–" if c["speedup"] is None else show(c["speedup"])
+        verdict = Text(c["verdict"], styles[c["verdict"]])
+        shown.add_row(c["method"], c["family"], *size, show(c["seconds"]), relative, verdict)
     stdout().print(shown)
-    beyond = sum(c.verdict != "within noise" for c in changes)
+    beyond = sum(c["verdict"] != "within noise" for c in changes)
     note(
         f"\n{beyond} of {len(changes)} cells beyond noise; by chance alone up to about "
         f"{len(changes) * LEVEL:.1f} would be",
     )
-    for c in changes:
-        if c.speedup is None and c.family == ALL and abs(c.seconds["mean"] - 1) > DRIFT:
-            at = f" at batch {c.batch}" if several else ""
+    overall = [c for c in changes if c["family"] == ALL]
+    for c in overall:
+        if c["speedup"] is None and abs(c["seconds"]["mean"] - 1) > DRIFT:
+            at = f" at batch {c['batch']}" if several else ""
             note(
-                f"plain decoding itself took {1 / c.seconds['mean']:.2f} times as long in B{at}: "
-                "the machine was in another state, measure again before you trust small changes",
+                f"plain decoding itself took {1 / c['seconds']['mean']:.2f} times as long in B{at}"
+                ": the machine was in another state, measure again before you trust small changes",
             )
-    for c in changes:
-        if c.family == ALL and c.same_text < 1:
-            share = f"{(1 - c.same_text) * 100:.0f} %"
-            note(f"{c.method} wrote other texts in B for {share} of the prompts")
+    for c in overall:
+        if c["same_text"] < 1:
+            share = f"{(1 - c['same_text']) * 100:.0f} %"
+            note(f"{c['method']} wrote other texts in B for {share} of the prompts")

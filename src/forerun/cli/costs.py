@@ -16,7 +16,7 @@ from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from forerun.lab.traces.costs import Cell, Costs, Spread
+    from forerun.lab.traces.costs import Cell, CostTable, Spread
 
 MEASURED = "Measured"  # panel of the help text, as the next
 SYNTHETIC = "Made up"
@@ -52,7 +52,7 @@ def costs(
         target_ms: milliseconds of a plain target pass.
         output: also save the table as JSON, for forerun replay --costs.
     """
-    from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, Costs
+    from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, CostTable
 
     claim(output)
     if ratio is not None:
@@ -60,7 +60,7 @@ def costs(
             raise SettingError("--ratio makes the table up; leave --target and --draft out")
         cell = Cell.synthetic(ratio, slope, fixed, target_ms / 1000)
         settings = {"c": ratio, "slope": slope, "fixed": fixed, "target_ms": target_ms}
-        _finish(Costs((cell,), {"synthetic": settings}), output, as_json)
+        _finish(CostTable((cell,), {"synthetic": settings}), output, as_json)
         return
     if slope or fixed or target_ms != 1000:
         raise SettingError("--slope, --fixed and --target-ms describe a table made with --ratio")
@@ -89,7 +89,7 @@ def costs(
     _finish(gathered(job.model, measured, turns), output, as_json)
 
 
-def _finish(costs: Costs, output: str | None, as_json: bool) -> None:
+def _finish(costs: CostTable, output: str | None, as_json: bool) -> None:
     if output is not None:
         costs.write(output)
     if as_json:
@@ -100,7 +100,7 @@ def _finish(costs: Costs, output: str | None, as_json: bool) -> None:
         remark(f"saved to {output}")
 
 
-def _show(costs: Costs) -> None:
+def _show(costs: CostTable) -> None:
     """The table, for people: medians in ms, and the range of the middle 80 %."""
     spreads: list[Any] = list(costs.spread) or [None] * len(costs.cells)
     for i, (cell, spread) in enumerate(zip(costs.cells, spreads, strict=True)):

@@ -18,7 +18,6 @@ from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:
     from forerun.lab.traces.costs import Cell
-    from forerun.lab.traces.replay_report import Result
     from forerun.lab.traces.trace import Trace
 
 
@@ -56,7 +55,7 @@ def replay(
     """
     from forerun.controllers import CONTROLLERS
     from forerun.lab.traces import replay_report as report
-    from forerun.lab.traces.costs import Costs
+    from forerun.lab.traces.costs import CostTable
     from forerun.lab.traces.results import takes_leaves
     from forerun.lab.traces.trace import Trace
     from forerun.lab.traces.tune import tunable
@@ -67,7 +66,7 @@ def replay(
         raise SettingError("bounds are of texts decoded by themselves; leave out --batch")
     controllers = {spec: CONTROLLERS.make(spec) for spec in controller or tunable()}
     claim(output)
-    costs_table = Costs.find(costs)
+    costs_table = CostTable.find(costs)
     cell, synthetic = costs_table.at(batch, context), "synthetic" in costs_table.about
     texts = _of(Trace.read(trace), family or [])
     warn_of_mixed_models(texts.about, costs_table.about)
@@ -99,13 +98,22 @@ def replay(
     }
     shared = cell.batch if batch == 1 else 1
     made = (
-        report.result(texts, run, spec, policy, limits, shared, rule)
-        for (spec, policy), (rule, run) in product(controllers.items(), runs.items())
+        report.result(texts, run, policy, limits, shared, rule)
+        for policy, (rule, run) in product(controllers.values(), runs.items())
     )
     count = len(controllers) * len(runs)
     results, interrupted = collected(made, "replaying", count, "replays")
     if results:
-        _output(results, texts, cell, batch, synthetic, output, as_json, lenient)
+        if output is not None:
+            report.write_csv(results, output)
+        document = report.document(results, texts, cell, batch, lenient)
+        if as_json:
+            print_json(document)
+        else:
+            specs = [spec for spec in controllers for _ in runs]
+            _show(document, specs, texts, cell, synthetic)
+        if output is not None and not as_json:
+            remark(f"saved to {output}")
     if interrupted:
         raise KeyboardInterrupt
 
@@ -161,75 +169,56 @@ def _of(trace: Trace, families: Sequence[str]) -> Trace:
     return trace.take([i for i, name in enumerate(trace.families) if name in families])
 
 
-def _output(
-    results: list[Result],
-    trace: Trace,
-    cell: Cell,
-    rows: int,
-    synthetic: bool,
-    output: str | None,
-    as_json: bool,
-    lenient: list[dict[str, Any]],
+def _show(
+    document: Mapping[str, Any], specs: Sequence[str], trace: Trace, cell: Cell, synthetic: bool
 ) -> None:
-    from forerun.lab.traces import replay_report as report
-
-    if output is not None:
-        report.write_csv(results, output)
-    if as_json:
-        print_json(report.document(results, trace, cell, rows, lenient))
-        return
-    order = sorted(results, key=lambda r: -r.groups["all"]["speedup"]["mean"])
-    _show(order, trace, cell, rows, synthetic)
-    if lenient:
+    """The results, the fastest first, each under its spec as it was given."""
+    pairs = zip(specs, document["controllers"], strict=False)  # interrupted, there are fewer
+    results = sorted(pairs, key=lambda pair: -pair[1]["families"]["all"]["speedup"]["mean"])
+    size = f"{trace.prompts:,} prompts, {int(trace.sizes.sum()):,} tokens"
+    together = document["batch"] if document["batch"] > 1 else cell.batch
+    note(f"{size}; c = {cell.ratio:.2f}, batch {together}, context {cell.context}\n")
+    first = results[0][1]
+    rate = "tokens/pass" if synthetic else "tokens/s"  # a second is a target pass then
+    ruled, counted = "rule" in first, ["rounds", "drafted", "wasted"]
+    more = ["tokens/round", "drift"] if ruled else counted
+    bounds = list(first["families"]["all"].get("share", ()))
+    names = ["controller", *(["rule"] if ruled else [])]
+    shown = table(*names, right=["speed-up", rate, *more, *bounds], no_wrap=True)
+    for spec, result in results:
+        group = result["families"]["all"]
+        kept = [f"{group['tokens_per_round']['mean']:.3f}", f"{group['drift']:.4f}"]
+        shown.add_row(
+            spec,
+            *([result["rule"]] if ruled else []),
+            Text(_half(group["speedup"]), "bold"),
+            f"{group['tokens_per_second']['mean']:,.{2 if synthetic else 1}f}",
+            *(kept if ruled else [f"{group[name]:,}" for name in counted]),
+            *(f"{group['share'][bound]['mean']:.1%}" for bound in bounds),
+        )
+    stdout().print(shown)
+    families = [name for name in first["families"] if name != "all"]
+    if len(families) > 1 and not ruled:
+        note("\nspeed-up by family")
+        shown = table("controller", right=families, no_wrap=True)
+        for spec, result in results:
+            own = (result["families"][name]["speedup"]["mean"] for name in families)
+            shown.add_row(spec, *map("{:.2f}".format, own))
+        stdout().print(shown)
+    if bounds:
+        note(f"\n{', '.join(bounds)}: share of the speed of that bound")
+    note(Text("\n± is half of the 95 % interval over prompts", "dim"))
+    if capped := [spec for spec, one in results if one["families"]["all"]["capped"]]:
+        note(
+            f"not exact for {', '.join(capped)}: drafts of more than the trace's {trace.depth} "
+            "tokens were cut; record with a larger --depth",
+        )
+    if lenient := document.get("lenient_bound"):
         note("\nlength and leniency chosen together, all ratios known")
         shown = table("drift at most", right=["speed-up", "drift"])
         for bound in lenient:
             shown.add_row(f"{bound['budget']:g}", _half(bound["speedup"]), f"{bound['drift']:.4f}")
         stdout().print(shown)
-    if output is not None:
-        remark(f"saved to {output}")
-
-
-def _show(results: list[Result], trace: Trace, cell: Cell, rows: int, synthetic: bool) -> None:
-    size = f"{trace.prompts:,} prompts, {int(trace.sizes.sum()):,} tokens"
-    together = rows if rows > 1 else cell.batch
-    note(f"{size}; c = {cell.ratio:.2f}, batch {together}, context {cell.context}\n")
-    first = results[0].groups["all"]
-    rate = "tokens/pass" if synthetic else "tokens/s"  # a second is a target pass then
-    ruled, counted = results[0].rule is not None, ["rounds", "drafted", "wasted"]
-    more = ["tokens/round", "drift"] if ruled else counted
-    names = ["controller", *(["rule"] if ruled else [])]
-    right = ["speed-up", rate, *more, *first.get("share", {})]
-    shown = table(*names, right=right, no_wrap=True)
-    for result in results:
-        group = result.groups["all"]
-        kept = [f"{group['tokens_per_round']['mean']:.3f}", f"{group['drift']:.4f}"]
-        shown.add_row(
-            result.spec,
-            *([result.rule] if ruled else []),
-            Text(_half(group["speedup"]), "bold"),
-            f"{group['tokens_per_second']['mean']:,.{2 if synthetic else 1}f}",
-            *(kept if ruled else [f"{group[name]:,}" for name in counted]),
-            *(f"{share['mean']:.1%}" for share in group.get("share", {}).values()),
-        )
-    stdout().print(shown)
-    families = [name for name in results[0].groups if name != "all"]
-    if len(families) > 1 and not ruled:
-        note("\nspeed-up by family")
-        shown = table("controller", right=families, no_wrap=True)
-        for result in results:
-            cells = [f"{result.groups[name]['speedup']['mean']:.2f}" for name in families]
-            shown.add_row(result.spec, *cells)
-        stdout().print(shown)
-    if "share" in first:
-        note(f"\n{', '.join(first['share'])}: share of the speed of that bound")
-    note(Text("\n± is half of the 95 % interval over prompts", "dim"))
-    capped = [r.spec for r in results if r.groups["all"]["capped"]]
-    if capped:
-        note(
-            f"not exact for {', '.join(capped)}: drafts of more than the trace's {trace.depth} "
-            "tokens were cut; record with a larger --depth",
-        )
 
 
 def _half(value: dict[str, float]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rich.text import Text as Line
 
@@ -11,12 +10,10 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import ALONE, Models
 from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, VALIDATION, Fields, flag, option
-from forerun.cli.shared.report import claim, print_json
+from forerun.cli.shared.report import claim, print_json, save_json
 from forerun.errors import SettingError, require
+from forerun.registry import parse
 from forerun.requests import Sampling
-
-if TYPE_CHECKING:
-    from forerun.lab.exits.sweep import Confirmed, Sweep
 
 OF_FILE, OF_FAMILY = 30, 5  # prompts by default
 app = options.group("Tune a drafter's settings for your model.")
@@ -79,66 +76,58 @@ def specbound(
         "seed": seed,
     }
     sweep = Sweep(job.model, exits, width=width, seed=seed)
-    began = time.perf_counter()
     try:
         with progress("writing", len(rows)) as tell:
-            live = sweep.run(rows, budget, confirm, tell)
+            document = sweep.run(rows, budget, confirm, about, tell)
     except KeyboardInterrupt:
-        if sweep.search is not None and sweep.search.scores and output is not None:
-            so_far = sweep.search.best()
-            predicted = {"complete": False, "predicted": sweep.search.score(so_far)}
-            sweep.save(output, so_far, about | predicted)
+        if output is not None and sweep.search is not None and sweep.best is not None:
+            predicted = {"complete": False, "predicted": sweep.search.score(sweep.best)}
+            save_json(output, sweep.settings(about | predicted, output))
             remark(f"interrupted; the best settings so far are in {output}")
         raise
-    about |= {"seconds": round(time.perf_counter() - began, 1), "prompts_used": len(rows)}
-    document = sweep.document(live, about)
     if output is not None:
-        sweep.save(output, live[0].setting, document["about"])
+        save_json(output, sweep.settings(document["about"], output))
     if keep:
-        keep_settings(str(exits), live[0].setting.settings())
+        keep_settings(str(exits), document["about"]["settings"])
     if as_json:
         print_json(document)
         return
-    _show(sweep, live)
+    _show(document)
     if output is not None:
         remark(f"saved to {output}")
 
 
-def _show(sweep: Sweep, live: list[Confirmed]) -> None:
-    from forerun.lab.exits.sweep import SHOWN
-
-    search, exits = sweep.search, sweep.exits
-    assert search is not None
+def _show(document: dict[str, Any]) -> None:
+    about, live = document["about"], {one["draft"]: one for one in document["confirmed"]}
     note(
-        f"{len(search.exits.texts):,} texts, {len(search.scores):,} settings, "
-        f"{search.exits.positions:,} positions\n",
+        f"{about['prompts_used']:,} texts, {document['tried']:,} settings, "
+        f"{document['positions']:,} positions\n",
     )
-    timed = {c.setting: c for c in live}
     right = ("threshold", "anneal", "width", "bonus", "predicted", "live", "95 % interval")
     shown = table("layers", right=right)
-    listed = search.top(SHOWN)
-    for setting in [*listed, *(s for s in timed if s not in listed)]:
-        done = timed.get(setting)
+    listed = {one["draft"]: one["predicted"] for one in (*document["top"], *live.values())}
+    for draft, predicted in listed.items():
+        own, timed = parse(draft).kwargs, live.get(draft, {}).get("speedup")
         shown.add_row(
-            ",".join(map(str, setting.layers)) + (" (untuned)" if setting == sweep.untuned else ""),
-            f"{setting.threshold:.2f}",
-            f"{setting.anneal:g}",
-            str(setting.width),
-            "yes" if setting.bonus else "no",
-            f"{search.score(setting):.2f}×",
-            "" if done is None else f"{done.speedup['mean']:.2f}×",
-            "" if done is None else f"{done.speedup['low']:.2f}–{done.speedup['high']:.2f}",
+            own["layers"] + " (untuned)" * (draft == document["untuned"]),
+            f"{own['threshold']:.2f}",
+            f"{own['anneal']:g}",
+            str(own["width"]),
+            "yes" if own.get("bonus", True) else "no",
+            f"{predicted:.2f}×",
+            "" if timed is None else f"{timed['mean']:.2f}×",
+            "" if timed is None else f"{timed['low']:.2f}–{timed['high']:.2f}",
         )
     stdout().print(shown)
-    best = live[0]
     note(Line("\nwhat changes alone do to the predicted speed-up", "dim"))
-    for name, values in search.sensitivity(best.setting).items():
+    for name, values in document["sensitivity"].items():
         if name == "threshold":
             values = values[:: max(1, len(values) // 10)]
         note(f"{name:<10}" + "  ".join(f"{value} {score:.2f}" for value, score in values))
-    shares = ", ".join(f"{name} {x * 100:.0f} %" for name, x in search.parts(best.setting).items())
-    note(f"\nwhere time goes: {shares}; {best.per_round:.2f} tokens per round")
-    if best.speedup["mean"] < 1:
+    best = document["confirmed"][0]
+    shares = ", ".join(f"{name} {x * 100:.0f} %" for name, x in document["time"].items())
+    note(f"\nwhere time goes: {shares}; {best['tokens_per_round']:.2f} tokens per round")
+    if best["speedup"]["mean"] < 1:
         note("plain decoding is faster than every setting on these prompts")
-    how = f'--draft "{best.setting.spec(exits)}" --controller "{best.setting.controller}"'
+    how = f'--draft "{best["draft"]}" --controller "{document["controller"]}"'
     note(Line.assemble("\n", (how, "cyan")))

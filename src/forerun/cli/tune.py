@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -20,7 +21,6 @@ from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:
     from forerun.lab.traces.costs import Cell
-    from forerun.lab.traces.tune import TuneVerdict
 
 
 @options.command
@@ -59,13 +59,13 @@ def tune(
     for engine, file in exports:
         claim(file, f"--export {engine}")
 
-    from forerun.lab.traces.costs import Costs
+    from forerun.lab.traces.costs import CostTable
     from forerun.lab.traces.exports import ExportJob, write_exports
     from forerun.lab.traces.trace import Trace
-    from forerun.lab.traces.tune import TuneVerdict, disjoint, halves, settings_with
+    from forerun.lab.traces.tune import disjoint, halves, settings_with, verdict
     from forerun.lab.traces.tune import tune as search
 
-    every = Costs.find(costs)
+    every = CostTable.find(costs)
     cell = every.at(batch, context)
     cells = [every.at(n, context) for n in sorted({cell.batch for cell in every.cells})]
     recorded = Trace.read(trace)
@@ -92,16 +92,17 @@ def tune(
         remark("interrupted; this is the best so far")
 
     split = {"how": split_by, "searched": searched.prompts}
-    verdict = TuneVerdict.of(tuned, judged_on, cell, split, not controller, seed)
-    settings = settings_with(verdict.choice.spec, searched, about)
+    document = verdict(tuned, judged_on, cell, split, not controller, seed)
+    settings = settings_with(document["recommended"]["spec"], searched, about)
     if output is not None:
         settings.write(output)
     with status("searching what other engines can do") if exports else nullcontext():
         written = write_exports(exports, ExportJob(searched, cell, cells, budget, seed))
     if as_json:
-        print_json(verdict.document(cell, settings, written))
+        made = {"settings": json.loads(settings.to_json()), "exports": written}
+        print_json({**document, **made})
     else:
-        _show(verdict, cell)
+        _show(document, cell)
         for engine, entry in written.items():
             remark(f"{engine}: saved to {entry['file']}; cannot express: {entry['cannot']}")
         if output is not None:
@@ -126,24 +127,23 @@ def _exports(texts: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _show(verdict: TuneVerdict, cell: Cell) -> None:
+def _show(document: Mapping[str, Any], cell: Cell) -> None:
     from forerun.lab.traces.tune import interval
 
-    split, choice = verdict.split, verdict.choice
+    split, choice = document["split"], document["recommended"]
     note(
         f"searched on {split['searched']} prompts, judged on {split['judged']} others "
         f"({split['how']}); cost ratio {cell.ratio:.3g}, batch {cell.batch}\n",
     )
-    order = sorted(verdict.judged, key=lambda entry: -entry.result.after)
-    stdout().print(_table("controller", [(entry.result.name, entry.overall) for entry in order]))
-    best = next(entry for entry in verdict.judged if entry.result is verdict.tuned.best)
-    note(f"\n{best.result.name}, the best on the prompts searched, by family\n")
-    stdout().print(_table("family", list(best.families.items())))
-    fixed = verdict.fixed
+    order = sorted(document["controllers"], key=lambda one: -one["after"])
+    stdout().print(_table("controller", [(one["name"], one["test"]) for one in order]))
+    note(f"\n{order[0]['name']}, the best on the prompts searched, by family\n")
+    stdout().print(_table("family", list(order[0]["families"].items())))
+    fixed = document["best_fixed"]
     note(f"\nbest fixed length: {fixed['spec']}, speed-up {interval(fixed['overall'])}")
-    if choice.reason:
-        note(Text(f"\n{choice.reason}; recommended is", "yellow"))
-    note(Text.assemble("\n", (f'--controller "{choice.spec}"', "cyan")))
+    if choice["reason"]:
+        note(Text(f"\n{choice['reason']}; recommended is", "yellow"))
+    note(Text.assemble("\n", (f'--controller "{choice["spec"]}"', "cyan")))
 
 
 def _table(label: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:

@@ -9,9 +9,10 @@ texts differ from there on. No other difference is correct: `explain` recomputes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from itertools import product
 from math import inf, isfinite
 from typing import Any
 
@@ -295,7 +296,9 @@ def audit(
         require(sampling.greedy or sampling.seed is not None, "seed", None, "set, to sample alike")
         if peers:
             check_common(sampling)
-    return _Auditor(model, prompts, certain, controller, keep, batch_size, peers).run()
+    how = {"controller": controller, "rule": keep}
+    named = {peer.name: peer for peer in peers}
+    return _Auditor(model, prompts, certain, how, batch_size, named).run()
 
 
 def check_lossless(rule: str | AcceptanceRule) -> None:
@@ -332,69 +335,57 @@ class _Auditor:
     model: Model
     prompts: Sequence[Sequence[int]]
     samplings: Sequence[Sampling]
-    controller: str | Controller
-    rule: AcceptanceRule
+    how: Mapping[str, Any]  # controller and rule
     batch_size: int
-    peers: Sequence[Peer]
+    peers: Mapping[str, Peer]
 
     def run(self) -> Iterator[Comparison]:
-        indices = range(len(self.prompts))
-        for start in indices[:: self.batch_size]:
-            group = indices[start : start + self.batch_size]
-            outputs: dict[int, list[int]] = {}
-            for prompt in group:
-                outputs[prompt] = self._decode([prompt], plain=True)[0]
-                yield self._compare(
-                    prompt, SPECULATIVE, self._decode([prompt])[0], PLAIN, outputs[prompt]
-                )
-                yield from self._peers(prompt, outputs[prompt])
-            if self.batch_size == 1:
-                continue
-            for name in (SPECULATIVE, PLAIN):
-                texts = self._decode(group, plain=name == PLAIN)
-                for prompt, text in zip(group, texts, strict=True):
-                    check = _together(name, self.batch_size)
-                    yield self._compare(
-                        prompt, check, text, PLAIN, outputs[prompt], rows=len(group)
-                    )
+        pairs, every = checks(self.batch_size, [*self.peers.values()]), range(len(self.prompts))
+        for start in every[:: self.batch_size]:
+            group = every[start : start + self.batch_size]
+            texts: dict[tuple[str, int], list[int]] = {}
+            for prompt, pair in product(group, pairs):
+                a, b = (self._text(texts, name, prompt, group) for name in pair)
+                yield self._compare(prompt, pair, a, b, len(self._rows(pair[0], prompt, group)))
 
-    def _peers(self, prompt: int, plain: list[int]) -> Iterator[Comparison]:
-        sampling = self.samplings[prompt]
-        texts = {PLAIN: plain}
-        for peer in self.peers:
-            limits = sampling.max_new_tokens, sampling.repetition_penalty
-            texts[peer.name] = peer.generate([self.prompts[prompt]], *limits).tokens[0]
-        for check, against in checks(peers=self.peers)[1:]:
-            yield self._compare(
-                prompt, check, texts[check], against, texts[against], otherwise=Kind.DIFFERS
-            )
+    def _rows(self, name: str, prompt: int, group: Sequence[int]) -> Sequence[int]:
+        """The prompts that are decoded together with one."""
+        alone = name in (PLAIN, SPECULATIVE) or name in self.peers
+        return [prompt] if alone else group
+
+    def _text(
+        self, texts: dict[tuple[str, int], list[int]], name: str, prompt: int, group: Sequence[int]
+    ) -> list[int]:
+        """One output, made with those of its batch if it is not there yet."""
+        if (name, prompt) not in texts:
+            rows, how = self._rows(name, prompt, group), self.samplings[prompt]
+            if peer := self.peers.get(name):
+                limits = how.max_new_tokens, how.repetition_penalty
+                done = peer.generate([self.prompts[prompt]], *limits).tokens
+            else:
+                done = self._decode(rows, plain=name.startswith(PLAIN))
+            texts |= {(name, i): tokens for i, tokens in zip(rows, done, strict=True)}
+        return texts[name, prompt]
 
     def _decode(self, group: Sequence[int], *, plain: bool = False) -> list[list[int]]:
         done = self.model.generate(
             [self.prompts[i] for i in group],
             sampling=[self.samplings[i] for i in group],
-            controller=self.controller,
-            rule=self.rule,
             batch_size=len(group),
             plain=plain,
+            **self.how,
         )
         return [completion.tokens for completion in done]
 
     def _compare(
-        self,
-        prompt: int,
-        check: str,
-        a: list[int],
-        against: str,
-        b: list[int],
-        rows: int = 1,
-        otherwise: Kind = Kind.BUG,
+        self, prompt: int, pair: tuple[str, str], a: list[int], b: list[int], rows: int
     ) -> Comparison:
         if a == b:
-            return Comparison(prompt, check, against, (a, b), Kind.IDENTICAL)
+            return Comparison(prompt, *pair, (a, b), Kind.IDENTICAL)
         difference = explain(self.model, self.prompts[prompt], a, b, self.samplings[prompt], rows)
-        kind = Kind.NEAR_TIE if difference.near_tie else otherwise
-        return Comparison(prompt, check, against, (a, b), kind, difference)
+        kind = Kind.BUG if self.peers.keys().isdisjoint(pair) else Kind.DIFFERS
+        kind = Kind.NEAR_TIE if difference.near_tie else kind
+        return Comparison(prompt, *pair, (a, b), kind, difference)
 
 
 def summary(comparisons: Iterable[Comparison]) -> str:
@@ -415,18 +406,6 @@ def counts(done: Sequence[Comparison]) -> dict[str, int]:
     kinds = Counter(str(c.kind) for c in done)
     names = {"identical": "identical", "near_ties": "near-tie", "bugs": "bug", "differ": "differs"}
     return {"compared": kinds.total(), **{name: kinds[kind] for name, kind in names.items()}}
-
-
-def around(model: Model, row: Prompt, comparison: Comparison) -> tuple[str, list[str]]:
-    """The common text before a difference, and the two continuations."""
-    assert comparison.difference is not None
-    at = comparison.difference.position
-
-    def decode(ids: list[int]) -> str:
-        return str(model.tokenizer.decode(ids)) if model.tokenizer else " ".join(map(str, ids))
-
-    before = [*row.ids, *comparison.outputs[0][:at]][-AROUND:]
-    return decode(before), [decode(out[at : at + ONWARD]) for out in comparison.outputs]
 
 
 def document(
@@ -450,8 +429,13 @@ def document(
 
 def _described(model: Model, rows: Sequence[Prompt], comparison: Comparison) -> dict[str, Any]:
     assert comparison.difference is not None
-    row = rows[comparison.prompt]
-    common, onward = around(model, row, comparison)
+    row, at = rows[comparison.prompt], comparison.difference.position
+
+    def decode(ids: list[int]) -> str:
+        return str(model.tokenizer.decode(ids)) if model.tokenizer else " ".join(map(str, ids))
+
+    before = [*row.ids, *comparison.outputs[0][:at]][-AROUND:]
+    onward = [decode(out[at : at + ONWARD]) for out in comparison.outputs]
     return {
         "family": row.family,
         "id": row.id,
@@ -460,6 +444,6 @@ def _described(model: Model, rows: Sequence[Prompt], comparison: Comparison) -> 
         "kind": comparison.kind.value,
         **comparison.difference.to_json(),
         "reason": comparison.difference.reason,
-        "text": {"before": common, "onward": onward},
+        "text": {"before": decode(before), "onward": onward},
         "outputs": comparison.outputs,
     }

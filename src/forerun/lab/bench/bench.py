@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import SettingError
-from forerun.lab.bench.methods import PLAIN, Group, Method, Run
+from forerun.lab.bench.methods import PLAIN, Group, Run
+from forerun.lab.bench.peers import Method
 from forerun.lab.bench.report import Cell, cells, render
 from forerun.prompts import Prompt
 
@@ -107,7 +108,9 @@ class Results:
     def report(self) -> list[Cell]:
         """Write results and page of what there is; the figures."""
         figures = cells(self.document)
-        self.document["summary"] = [c.to_json() for c in figures]
+        self.document["summary"] = [
+            {name: value for name, value in c.items() if name != "ratios"} for c in figures
+        ]
         self.write()
         if figures:
             (self.folder / PAGE).write_text(render(self.document, figures), encoding="utf-8")

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from forerun.errors import PromptError
 
@@ -47,32 +47,6 @@ class Run:
     lengths: dict[int, int] | None = None  # rounds of the group by the drafted tokens they kept
 
 
-class Method(Protocol):
-    """Something that continues prompts."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the results."""
-
-    @property
-    def kind(self) -> Kind:
-        """Plain decoding, one of ours, or a peer."""
-
-    @property
-    def largest_batch(self) -> int | None:
-        """The most prompts it decodes together; None if there is no limit."""
-
-    @property
-    def certain(self) -> bool:
-        """Whether it tosses no coins, so that its texts can be compared with plain decoding's."""
-
-    def run(self, prompts: Sequence[Prompt]) -> Run:
-        """Continue these prompts together, timed."""
-
-    def about(self) -> dict[str, Any]:
-        """Name, kind and settings, for the results."""
-
-
 @dataclass(frozen=True)
 class Ours:
     """Our engine with one controller and one rule, or decoding plainly."""
@@ -83,21 +57,23 @@ class Ours:
     rule: Any = "gumbel"
     sampled: bool = False  # whether prompts are sampled, not decoded greedily
 
-    largest_batch: int | None = field(default=None, init=False)
+    largest_batch: int | None = field(default=None, init=False)  # there is no limit
 
     @property
     def kind(self) -> Kind:
+        """Plain decoding, one of ours, or a peer."""
         return "plain" if self.controller is None else "forerun"
 
     @property
     def certain(self) -> bool:
-        """Greedy, or drawn by the noise of a prompt's seed."""
+        """Whether it tosses no coins, so that its texts can be compared with plain decoding's."""
         from forerun.rules import RULES
 
         plain = self.controller is None
         return plain or not self.sampled or RULES.make(self.rule).gumbel_max
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
+        """Continue these prompts together, timed."""
         plain = self.controller is None
         began = time.perf_counter()
         done: list[Completion] = self.model.generate(
@@ -116,6 +92,7 @@ class Ours:
         return Run(seconds, tokens, ttft, rounds, drafted, accepted, kept)
 
     def about(self) -> dict[str, Any]:
+        """Name, kind and settings, for the results."""
         from forerun.controllers import CONTROLLERS
         from forerun.rules import RULES
 

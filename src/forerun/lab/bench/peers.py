@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from forerun.errors import ForerunError, SettingError, UnknownNameError
-from forerun.lab.bench.methods import Kind, Run
+from forerun.lab.bench.methods import Kind, Ours, Run
 from forerun.registry import Spec, parse
 
 if TYPE_CHECKING:
@@ -272,3 +272,6 @@ class Peer:
         assert self._stderr is not None
         self._stderr.seek(0)
         return [s for s in self._stderr.read().splitlines() if s.strip()]
+
+
+Method = Ours | Peer  # something that continues prompts

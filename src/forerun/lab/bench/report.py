@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -30,40 +29,16 @@ Sample = dict[str, Any]
 Spread = dict[str, float]  # `mean`, `low`, `high` and `n`, of ratios
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One method on one family (or `ALL`) at one batch size."""
-
-    batch: int
-    family: str
-    method: str
-    speedup: Spread  # over plain decoding
-    ratios: list[float]  # the speed-up of each group
-    tokens_per_second: float  # throughput of all prompts of the batch together
-    ms_per_token: float  # latency of one text per token, prefill included
-    ttft_ms: float | None  # median time to the first token; None if the method cannot tell
-    tokens_per_round: float | None  # block efficiency; None for peers
-    acceptance: float | None  # accepted / drafted; None if nothing was drafted
-    identical: float | None  # share equal to plain decoding's; None where not expected
-
-    def to_json(self) -> dict[str, Any]:
-        """As a document, without the single ratios."""
-        return {k: v for k, v in vars(self).items() if k != "ratios"}
+Cell = dict[str, Any]
+"""One method on one family (or `ALL`) at one batch size: an entry of `summary` (docs/json.md), with
+`ratios`, the speed-up of each group."""
+Change = dict[str, Any]
+"""One method on one family between two benches: an entry of `cells` of `bench compare --json`."""
 
 
 def show(spread: Spread) -> str:
     """`1.85 [1.71, 2.00]`."""
     return f"{spread['mean']:.2f} [{spread['low']:.2f}, {spread['high']:.2f}]"
-
-
-def batches(document: Document) -> list[int]:
-    """Batch sizes that were measured, rising."""
-    return sorted({s["batch"] for s in document["samples"]})
-
-
-def families(document: Document) -> list[str]:
-    """Families that were measured, in the order asked for."""
-    return list(dict.fromkeys(s["family"] for s in document["samples"]))
 
 
 def methods(document: Document) -> list[dict[str, Any]]:
@@ -76,13 +51,10 @@ def cells(document: Document) -> list[Cell]:
     """Every method on every family, and on all, at every batch size."""
     groups = _groups(document)
     out = []
-    for batch in batches(document):
-        for family in (*families(document), ALL):
-            chosen = [g for key, g in groups.items() if key[0] == batch and family in (key[1], ALL)]
-            for method in methods(document):
-                pairs = [(g[PLAIN], g[method["name"]]) for g in chosen if method["name"] in g]
-                if pairs:
-                    out.append(_cell(batch, family, method["name"], pairs))
+    for batch, family, keys in _by_cell(groups):
+        for name in (method["name"] for method in methods(document)):
+            if pairs := [(groups[k][PLAIN], groups[k][name]) for k in keys if name in groups[k]]:
+                out.append(_cell(batch, family, name, pairs))
     return out
 
 
@@ -108,64 +80,28 @@ def base(name: str) -> str:
 def best_settings(document: Document, batch: int) -> dict[str, str]:
     """The fastest setting of each peer measured with several, by the peer's base name."""
     measured: dict[str, list[Cell]] = {}
-    kinds = {m["name"]: m["kind"] for m in methods(document)}
+    peers = {m["name"] for m in methods(document) if m["kind"] == "peer"}
     for cell in cells(document):
-        if (cell.batch, cell.family, kinds[cell.method]) == (batch, ALL, "peer"):
-            measured.setdefault(base(cell.method), []).append(cell)
+        if (cell["batch"], cell["family"]) == (batch, ALL) and cell["method"] in peers:
+            measured.setdefault(base(cell["method"]), []).append(cell)
     return {
-        name: max(settings, key=lambda c: c.speedup["mean"]).method
+        name: str(max(settings, key=lambda c: c["speedup"]["mean"])["method"])
         for name, settings in measured.items()
         if len(settings) > 1
     }
 
 
-@dataclass(frozen=True)
-class Change:
-    """One method on one family between two benches; ratios above 1 mean B is faster."""
-
-    batch: int
-    family: str
-    method: str
-    seconds: Spread  # seconds per token in A over those in B
-    speedup: Spread | None
-    """Over plain in B over that in A, so that the machine cancels out; None for plain decoding."""
-    same_text: float  # share of outputs that are the same in both
-
-    chance: float  # probability of so large a change by chance; see `by_chance`
-
-    @property
-    def verdict(self) -> Literal["faster", "slower", "within noise"]:
-        """Judged by `speedup`, for plain decoding by `seconds`."""
-        judged = self.speedup or self.seconds
-        if self.chance >= LEVEL or judged["low"] <= 1 <= judged["high"]:
-            return "within noise"
-        return "faster" if judged["low"] > 1 else "slower"
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "verdict": self.verdict}
-
-
 def compare(a: Document, b: Document) -> list[Change]:
     """Changes from A to B, paired over the groups both have, for methods both have."""
     left, right = _groups(a), _groups(b)
-    shared = [key for key in left if key in right]
     names = [m["name"] for m in methods(a) if m["name"] in {m["name"] for m in methods(b)}]
     out = []
-    for batch in dict.fromkeys(key[0] for key in shared):
-        keys = [key for key in shared if key[0] == batch]
-        for family in (*dict.fromkeys(key[1] for key in keys), ALL):
-            chosen = [key for key in keys if family in (key[1], ALL)]
-            for name in names:
-                both = [k for k in chosen if name in left[k] and name in right[k]]
-                pairs = [(left[k], right[k]) for k in both]
-                if pairs:
-                    out.append(_change(batch, family, name, pairs))
+    for batch, family, keys in _by_cell([key for key in left if key in right]):
+        for name in names:
+            both = [k for k in keys if name in left[k] and name in right[k]]
+            if pairs := [(left[k], right[k]) for k in both]:
+                out.append(_change(batch, family, name, pairs))
     return out
-
-
-def changes(compared: Sequence[Change]) -> dict[str, Any]:
-    """The document of `bench compare --json`."""
-    return {"schema": SCHEMA, "cells": [change.to_json() for change in compared]}
 
 
 def by_chance(ratios: Sequence[float], draws: int = 4096) -> float:
@@ -192,19 +128,32 @@ def _change(
 ) -> Change:
     seconds = [_pace(a[name]) / _pace(b[name]) for a, b in pairs]
     plain = [_pace(a[PLAIN]) / _pace(b[PLAIN]) for a, b in pairs]
-    relative = [s / p for s, p in zip(seconds, plain, strict=True)]
+    # By what plain decoding did in the same run the machine cancels out.
+    relative = seconds if name == PLAIN else [s / p for s, p in zip(seconds, plain, strict=True)]
     same = [
         x == y for a, b in pairs for x, y in zip(a[name]["digest"], b[name]["digest"], strict=True)
     ]
-    return Change(
-        batch,
-        family,
-        name,
-        geometric(seconds),
-        None if name == PLAIN else geometric(relative),
-        statistics.fmean(same),
-        by_chance(seconds if name == PLAIN else relative),
-    )
+    judged, chance = geometric(relative), by_chance(relative)
+    noise = chance >= LEVEL or judged["low"] <= 1 <= judged["high"]
+    return {
+        "batch": batch,
+        "family": family,
+        "method": name,
+        "seconds": geometric(seconds),
+        "speedup": None if name == PLAIN else judged,
+        "same_text": statistics.fmean(same),
+        "chance": chance,
+        "verdict": "within noise" if noise else "faster" if judged["low"] > 1 else "slower",
+    }
+
+
+def _by_cell(keys: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, str, list[tuple[Any, ...]]]]:
+    """Batch sizes and families, and `ALL`, with the keys of their groups."""
+    every = list(keys)
+    for batch in sorted({key[0] for key in every}):
+        own = [key for key in every if key[0] == batch]
+        for family in (*dict.fromkeys(key[1] for key in own), ALL):
+            yield batch, family, [key for key in own if family in (key[1], ALL)]
 
 
 def _groups(document: Document) -> dict[tuple[Any, ...], dict[str, Sample]]:
@@ -231,19 +180,19 @@ def _cell(batch: int, family: str, method: str, pairs: Sequence[tuple[Sample, Sa
     rounds, drafted, accepted = total("rounds"), total("drafted"), total("accepted")
     first = [t for s in own for t in s["ttft"] or ()]
     same = [i for s in own for i in s["identical"] or ()]
-    return Cell(
-        batch=batch,
-        family=family,
-        method=method,
-        speedup=geometric(ratios),
-        ratios=ratios,
-        tokens_per_second=tokens / seconds,
-        ms_per_token=1e3 * seconds * batch / max(tokens, 1),
-        ttft_ms=1e3 * statistics.median(first) if first else None,
-        tokens_per_round=tokens / rounds if rounds else None,
-        acceptance=accepted / drafted if accepted is not None and drafted else None,
-        identical=statistics.fmean(same) if same else None,
-    )
+    return {
+        "batch": batch,
+        "family": family,
+        "method": method,
+        "speedup": geometric(ratios),
+        "ratios": ratios,
+        "tokens_per_second": tokens / seconds,
+        "ms_per_token": 1e3 * seconds * batch / max(tokens, 1),
+        "ttft_ms": 1e3 * statistics.median(first) if first else None,
+        "tokens_per_round": tokens / rounds if rounds else None,
+        "acceptance": accepted / drafted if accepted is not None and drafted else None,
+        "identical": statistics.fmean(same) if same else None,
+    }
 
 
 def render(document: Document, cells: list[Cell]) -> str:
@@ -255,7 +204,7 @@ def render(document: Document, cells: list[Cell]) -> str:
 
 def shown(document: Document, cells: list[Cell]) -> dict[str, Any]:
     """What the page shows of the results; everything but `samples`, and figures of these."""
-    first = min(batches(document))
+    first = min(sample["batch"] for sample in document["samples"])
     lengths: dict[str, dict[str, int]] = {}
     for sample in document["samples"]:
         if sample["batch"] == first and sample["lengths"] and sample["method"] != PLAIN:
@@ -266,7 +215,7 @@ def shown(document: Document, cells: list[Cell]) -> dict[str, Any]:
     kept = {k: v for k, v in document.items() if k not in ("samples", "summary")}
     return kept | {
         "prompts": len({p for s in document["samples"] for p in s["prompts"]}),
-        "cells": [vars(c) for c in cells],
+        "cells": cells,
         "against": [{"method": a, "peer": b, **spread} for (a, b), spread in rivals],
         "best_settings": best_settings(document, first),
         "lengths": lengths,

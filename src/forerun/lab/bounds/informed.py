@@ -6,18 +6,14 @@ One kind of policies drafts on while a linear form is above 0. Its columns are d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import numpy as np
 
 from forerun.lab.bounds.acceptance import PAST, Acceptance, RunOdds, TracePositions, run
-from forerun.lab.bounds.bounds import Bound, Path, best_fixed, oracle, paths, tuned
-from forerun.lab.traces.costs import Cell, CostTable, passes
-from forerun.lab.traces.replay import replay
-from forerun.lab.traces.results import geometric
+from forerun.lab.bounds.bounds import Bound, Path, paths, tuned
+from forerun.lab.traces.costs import Cell, passes
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray, IntArray
 
@@ -274,36 +270,6 @@ def informed(trace: Trace, cell: Cell) -> Bound:
     For several cells make one `Study`, which fits once.
     """
     return Study(trace).informed(cell).best
-
-
-def shares(
-    trace: Trace, costs: CostTable, specs: list[str], tell: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
-    """Each controller's speed over that of the bounds, per family and overall, at batch 1.
-
-    Returns:
-        `cost_ratio`, `prompts`, and `cells`: per family and controller the shares `oracle` (of the
-        clairvoyant one), `informed` (of the best policy with a controller's inputs) and
-        `best_fixed` (of the best fixed length), each a geometric mean with its interval.
-    """
-    context = int(np.mean(trace.prompt_tokens + trace.sizes / 2))
-    cell = costs.at(1, max(context, 1))
-    tell("the oracle")
-    best = {"oracle": oracle(trace, cell).seconds}
-    tell("the best fixed length")
-    best["best_fixed"] = best_fixed(trace, cell)[0].seconds
-    tell("the informed bound")
-    best["informed"] = informed(trace, cell).seconds
-    families = np.array(trace.families)
-    out = []
-    for spec in specs:
-        tell(f"replaying {spec}")
-        seconds = replay(trace, spec, cell).seconds
-        for family in (*dict.fromkeys(trace.families), "all"):
-            chosen = np.full(trace.prompts, True) if family == "all" else families == family
-            spreads = {n: geometric(limit[chosen] / seconds[chosen]) for n, limit in best.items()}
-            out.append({"family": family, "controller": spec, **spreads})
-    return {"cost_ratio": cell.ratio, "prompts": trace.prompts, "cells": out}
 
 
 def _look_ahead(price: float) -> FloatArray:

@@ -41,10 +41,10 @@ class LenientBound:
 def lenient_bounds(
     trace: Trace, cell: Costs, budgets: tuple[float, ...] = BUDGETS
 ) -> list[LenientBound]:
-    """The bound at each budget, the mean drift per token, in [0, 1]; `SettingError` for a trace of
-    schema 1."""
+    """The bound at each budget, the mean drift per token, in [0, 1]; `SettingError` for a trace
+    without what rules read."""
     if np.isnan(trace.judged["ratio"]).any():
-        raise SettingError("bounds of rules need a trace of schema 2; record it again")
+        raise SettingError("bounds of rules need what rules read; record with a draft model")
     plain = trace.sizes.astype(np.float64) * cell.plain
     tokens = trace.sizes.sum()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -135,29 +135,9 @@ class Search:
     def sensitivity(self, of: Setting) -> dict[str, list[tuple[float | int | str, float]]]:
         """Per parameter its values and the predicted speed-up, the others as they are."""
         changes = self.changes(of).items()
-        return {name: [(value, self.score(s)) for value, s in pairs] for name, pairs in changes}
-
-
-@dataclass(frozen=True)
-class Confirmed:
-    """A setting by the clock."""
-
-    setting: Setting
-    predicted: float
-    speedup: dict[str, float]
-    """Over plain decoding, a geometric mean; on one CPU thread by its own time, else wall."""
-    wall: dict[str, float]
-    per_round: float  # tokens committed per round
-    same: int  # texts that equal plain decoding's
-
-    def to_json(self, exits: str | None = None) -> dict[str, Any]:
         return {
-            "draft": self.setting.spec(exits),
-            "predicted": round(self.predicted, 4),
-            "speedup": self.speedup,
-            "wall": self.wall,
-            "tokens_per_round": round(self.per_round, 4),
-            "same": self.same,
+            name: [(value, round(self.score(s), 4)) for value, s in pairs]
+            for name, pairs in changes
         }
 
 
@@ -168,39 +148,35 @@ def confirm(
     search: Search,
     settings: Sequence[Setting],
     tell: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Confirmed]:
-    """Decode every text with every setting and plainly, side by side; the fastest first.
-    `SettingError` if no text lasted for more than a round."""
-    texts = search.exits.texts
-    methods = [None, *settings]
+) -> dict[Setting, dict[str, Any]]:
+    """Decode every text with every setting and plainly, side by side; of each, the fastest first,
+    its figures as an entry of `confirmed` (docs/json.md). `SettingError` if no text lasted for more
+    than a round."""
+    texts, methods = search.exits.texts, [None, *settings]
     models = [model, *(speculating(model, rows, heads, s) for s in settings)]
-    runs: list[list[TimedText]] = []
+    runs: list[list[TimedText]] = [[] for _ in methods]
     for number, text in enumerate(texts):
-        row: list[TimedText | None] = [None] * len(methods)
         for step in range(len(methods)):
             at = (step + number) % len(methods)  # no method always follows the same one
-            row[at] = timed(models[at], text, methods[at])
+            runs[at].append(timed(models[at], text, methods[at]))
             tell(number * len(methods) + step + 1, len(texts) * len(methods))
-        runs.append([done for done in row if done is not None])
-    plain = [row[0].completion for row in runs]
-    out = []
-    for at, setting in enumerate(settings, start=1):
-        pairs = [(row[0].pace, row[at].pace) for row in runs]
-        paces = [(slow, own) for slow, own in pairs if slow is not None and own is not None]
+    out = {}
+    for setting, own in zip(settings, runs[1:], strict=True):
+        paces = [(a.pace, b.pace) for a, b in zip(runs[0], own, strict=True) if a.pace and b.pace]
         if not paces:
             raise SettingError("the texts end within a round; give prompts with longer answers")
-        done = [row[at].completion for row in runs]
-        out.append(
-            Confirmed(
-                setting,
-                search.score(setting),
-                geometric([slow[0] / own[0] for slow, own in paces]),
-                geometric([slow[1] / own[1] for slow, own in paces]),
-                sum(c.stats.tokens for c in done) / sum(c.stats.rounds for c in done),
-                sum(c.tokens == p.tokens for c, p in zip(done, plain, strict=True)),
-            )
-        )
-    return sorted(out, key=lambda c: c.speedup["mean"], reverse=True)
+        done = [one.completion for one in own]
+        plain = [one.completion.tokens for one in runs[0]]
+        speedup, wall = (geometric([a[i] / b[i] for a, b in paces]) for i in (0, 1))
+        tokens, rounds = (sum(getattr(c.stats, n) for c in done) for n in ("tokens", "rounds"))
+        out[setting] = {
+            "predicted": round(search.score(setting), 4),
+            "speedup": speedup,  # on one CPU thread by its own time, else by the wall
+            "wall": wall,
+            "tokens_per_round": round(tokens / rounds, 4),
+            "same": sum(c.tokens == p for c, p in zip(done, plain, strict=True)),
+        }
+    return dict(sorted(out.items(), key=lambda pair: -pair[1]["speedup"]["mean"]))
 
 
 def untuned(layers: Sequence[int], depths: int, trained: bool) -> Setting | None:
@@ -238,84 +214,85 @@ class Sweep:
 
     def __init__(self, model: Model, exits: str | None, *, width: int = WIDTH, seed: int = 0):
         trained = own_draft(model.target.facts.name, "exits") if exits is None else exits
-        self.exits = exits or (None if trained else "")
+        self._exits = exits or (None if trained else "")
         """As a spec names the heads: the target's own need none, but that none are used is said."""
         self._model, self._width, self._seed = model, width, seed
-        self._module: Any = model.target.executor.module()
-        self._fast, self._trained = exit_rows(self._module), bool(trained)
+        self._fast, self._trained = exit_rows(model.target.executor.module()), bool(trained)
         self._access = layers_of(self._fast).access
         self._heads: Any = load_heads(trained, self._access) if trained else LogitLens(self._access)
         self.search: Search | None = None  # those scored; there once costs are measured
-        self.best: Any = None  # the setting with the best prediction
-        self.untuned: Setting | None = None
+        self._fastest: Setting | None = None
 
     def run(
-        self, prompts: Sequence[Prompt], budget: int, confirmed: int, tell: Callable[..., None]
-    ) -> list[Confirmed]:
-        """Write, time, search and confirm; the settings timed, the fastest first. `tell` is called
-        with the name of a phase, what is done of it, and how much there is."""
-        model, heads = self._model, self._heads
+        self,
+        prompts: Sequence[Prompt],
+        budget: int,
+        confirmed: int,
+        about: Mapping[str, Any],
+        tell: Callable[..., None],
+    ) -> dict[str, Any]:
+        """Write, time, search and confirm: the document of `sweep specbound`. `tell` is called with
+        the name of a phase, what is done of it, and how much there is."""
+        model, heads, began = self._model, self._heads, time.perf_counter()
         layers = candidates(tuple(heads.layers))
         texts: list[OwnText] = []
         for text in written(model, ((row.ids, row.sampling) for row in prompts)):
             texts.append(text)
             tell("writing", len(texts))
-        advance = partial(tell, "timing")
         widest = max(self._width, UNTUNED)
-        costs = measure(model, self._fast, heads, layers, texts, widest, advance)
+        costs = measure(model, self._fast, heads, layers, texts, widest, partial(tell, "timing"))
         exits = ExitTrace.record(self._access, heads, layers, texts)
         self.search = search = Search(exits, costs, self._width)
-        self.best = search.run(budget, self._seed, partial(tell, "searching"))
-        chosen = search.top(confirmed)
-        self.untuned = untuned(tuple(heads.layers), self._access.layers, self._trained)
-        if self.untuned is not None and set(self.untuned.layers) <= set(layers):
-            search.score(self.untuned)
-            if self.untuned not in chosen:
-                chosen.append(self.untuned)
-        return confirm(model, self._fast, heads, search, chosen, partial(tell, "confirming"))
-
-    def save(self, path: str, setting: Setting, about: Mapping[str, Any]) -> None:
-        """Write the settings file: for `generate`, on any machine."""
-        document: dict[str, Any] = {
-            "schema": SCHEMA,
-            "controller": setting.controller,
-            "rule": None,
-            "draft": setting.spec(None if self.exits else self.exits),
-        }
-        if self.exits:
-            document["exits"] = os.path.relpath(self.exits, Path(path).parent)
-        document["about"] = about
-        text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2)
-        Path(path).write_text(text + "\n", encoding="utf-8")
-
-    def document(self, live: list[Confirmed], about: Mapping[str, Any]) -> dict[str, Any]:
-        """The document of `sweep specbound`: the fastest settings, and the effect of changes."""
-        search, fastest = self.search, live[0]
-        assert search is not None
+        best = search.run(budget, self._seed, partial(tell, "searching"))
+        chosen, spec = search.top(confirmed), self._spec
+        usual = untuned(tuple(heads.layers), self._access.layers, self._trained)
+        if usual is not None and set(usual.layers) <= set(layers):
+            search.score(usual)
+            chosen += [usual] * (usual not in chosen)
+        live = confirm(model, self._fast, heads, search, chosen, partial(tell, "confirming"))
+        self._fastest, figures = next(iter(live.items()))
+        fastest = self._fastest
         return {
             "schema": SCHEMA,
-            "draft": fastest.setting.spec(self.exits),
-            "controller": fastest.setting.controller,
+            "draft": spec(fastest),
+            "controller": fastest.controller,
             "top": [
-                {"draft": setting.spec(self.exits), "predicted": round(search.score(setting), 4)}
+                {"draft": spec(setting), "predicted": round(search.score(setting), 4)}
                 for setting in search.top(SHOWN)
             ],
-            "confirmed": [c.to_json(self.exits) for c in live],
-            "untuned": None if self.untuned is None else self.untuned.spec(self.exits),
-            "time": {name: round(x, 4) for name, x in search.parts(fastest.setting).items()},
-            "sensitivity": {
-                name: [[value, round(score, 4)] for value, score in values]
-                for name, values in search.sensitivity(fastest.setting).items()
-            },
-            "costs_ms": search.costs.to_json(),
+            "confirmed": [{"draft": spec(setting), **own} for setting, own in live.items()],
+            "untuned": None if usual is None else spec(usual),
+            "time": {name: round(x, 4) for name, x in search.parts(fastest).items()},
+            "sensitivity": search.sensitivity(fastest),
+            "costs_ms": costs.to_json(),
             "tried": len(search.scores),
-            "positions": search.exits.positions,
+            "positions": exits.positions,
             "about": {
                 **about,
-                "settings": fastest.setting.settings(),
-                "speedup": fastest.speedup,
-                "predicted": round(fastest.predicted, 4),
-                "best_predicted": self.best.spec(self.exits),
+                "seconds": round(time.perf_counter() - began, 1),
+                "prompts_used": len(prompts),
+                "settings": fastest.settings(),
+                "speedup": figures["speedup"],
+                "predicted": figures["predicted"],
+                "best_predicted": spec(best),
                 "versions": versions(),
             },
         }
+
+    @property
+    def best(self) -> Setting | None:
+        """The fastest by the clock, or before that is known the best by prediction so far."""
+        scored = self.search is not None and self.search.scores
+        return self._fastest or (max(scored, key=scored.__getitem__) if scored else None)
+
+    def settings(self, about: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """The settings file of `best`, to be saved at `path`: for `generate`, on any machine."""
+        assert self.best is not None, "a setting was scored"
+        draft = self.best.spec(None if self._exits else self._exits)
+        out = {"schema": SCHEMA, "controller": self.best.controller, "rule": None, "draft": draft}
+        if self._exits:
+            out["exits"] = os.path.relpath(self._exits, Path(path).parent)
+        return {**out, "about": about}
+
+    def _spec(self, setting: Setting) -> str:
+        return setting.spec(self._exits)

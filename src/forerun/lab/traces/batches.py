@@ -105,8 +105,8 @@ def _check_seconds(trace: Trace) -> None:
     """Raise `SettingError` unless second choices of the draft can be replayed."""
     if not trace.knows("rank"):
         raise SettingError(
-            "second choices (leaves) cannot be replayed: this trace is of schema 1, which does not "
-            "say which of them the texts go on with; record it again"
+            "second choices (leaves) cannot be replayed: this trace does not say which of them the "
+            "texts go on with; record it by forerun record"
         )
     if trace.tossed.any():
         raise SettingError(

@@ -13,6 +13,7 @@ import numpy as np
 from forerun import costs
 from forerun.checks import whole
 from forerun.errors import SettingError, UnknownNameError, require
+from forerun.registry import parse
 from forerun.types import FloatArray
 
 SCHEMA = 1
@@ -113,21 +114,13 @@ class CostTable:
                 f"no table of costs at {text!r}; forerun costs -o FILE measures one, or give "
                 "made-up ones like c=10"
             )
-        values: dict[str, float] = {}
-        for part in text.split(","):
-            key, _, value = (side.strip() for side in part.partition("="))
+        values = dict(parse(f"costs({text})").kwargs)
+        for key, value in values.items():
             if key not in SYNTHETIC:
                 raise UnknownNameError.among("setting of made-up costs", key, SYNTHETIC)
-            require(key not in values, key, text, "given once")
-            try:
-                values[key] = float(value)
-            except ValueError:
-                raise SettingError(f"{key} must be a number, got {value!r}") from None
+            require(isinstance(value, int | float), key, value, "a number")
         require("c" in values, "costs", text, "a file, or c=RATIO with slope and fixed if wanted")
         return cls((Cell.synthetic(**values),), {"synthetic": values})
-
-
-Costs = CostTable  # the name of `CostTable` in earlier versions
 
 
 def _cell(entry: dict[str, Any]) -> Cell:

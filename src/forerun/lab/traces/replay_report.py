@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from forerun.controllers import CONTROLLERS, Controller
-from forerun.lab.bounds.bounds import oracle, tree_oracle
+from forerun.lab.bounds.bounds import best_fixed, oracle, tree_oracle
 from forerun.lab.bounds.informed import informed
 from forerun.lab.bounds.lenient import lenient_bounds
 from forerun.lab.traces.costs import Cell, CostTable
 from forerun.lab.traces.replay import replay
-from forerun.lab.traces.results import Replay, geometric, summarise
+from forerun.lab.traces.results import Replay, by_family, geometric, summarise
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray
 
@@ -22,17 +23,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 DRAWS = 16  # times that sampled prompts are served by a rule's coins
-
-
-@dataclass(frozen=True)
-class Result:
-    """One controller over the trace, under one rule."""
-
-    spec: str  # as the user wrote it
-    controller: str
-    groups: dict[str, dict[str, Any]]
-    """`forerun.lab.traces.replay.summarise`, with `share` of each bound if they were asked for."""
-    rule: str | None = None  # None: what was kept when the texts were recorded
 
 
 def bounds(
@@ -104,49 +94,63 @@ def lenient(trace: Trace, cell: Cell) -> list[dict[str, Any]]:
 def result(
     trace: Trace,
     run: Run,
-    spec: str,
     controller: Controller,
     limits: Mapping[str, FloatArray],
     shared: int = 1,
     rule: str | None = None,
-) -> Result:
-    """Replay a controller by `by_itself` or `in_batches`; `shared` rows share seconds."""
+) -> dict[str, Any]:
+    """Replay a controller by `by_itself` or `in_batches`, an entry of `controllers` of the document
+    of `replay --json`; `shared` rows share seconds, `limits` are the bounds' speed-ups."""
     counts = run(controller)
     groups = summarise(trace, counts, shared)
-    for name, group in groups.items():
-        chosen = [name in ("all", family) for family in trace.families]
-        if limits:
-            group["share"] = {
-                bound: geometric((counts.speedup / best)[chosen]) for bound, best in limits.items()
-            }
-    return Result(spec, CONTROLLERS.text(controller), groups, rule)
+    for name, chosen in by_family(trace).items() if limits else ():
+        groups[name]["share"] = {
+            bound: geometric((counts.speedup / best)[chosen]) for bound, best in limits.items()
+        }
+    judged = {} if rule is None else {"rule": rule}
+    return {"controller": CONTROLLERS.text(controller), **judged, "families": groups}
+
+
+def shares(
+    trace: Trace, costs: CostTable, specs: Sequence[str], tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Each controller's speed over that of the bounds, per family and overall, at batch 1.
+
+    Returns:
+        `cost_ratio`, `prompts`, and `cells`: per family and controller the shares of each of
+        `bounds` and of `best_fixed`, the best fixed length; geometric means with intervals.
+    """
+    cell = costs.at(1, max(int(np.mean(trace.prompt_tokens + trace.sizes / 2)), 1))
+    limits = {**bounds(trace, cell, tell), "best_fixed": best_fixed(trace, cell)[0].speedup}
+    cells = []
+    for spec in specs:
+        tell(f"replaying {spec}")
+        own = result(trace, by_itself(trace, cell), CONTROLLERS.make(spec), limits)["families"]
+        cells += [{"family": f, "controller": spec, **own[f]["share"]} for f in own]
+    return {"cost_ratio": cell.ratio, "prompts": trace.prompts, "cells": cells}
 
 
 def document(
-    results: Sequence[Result], trace: Trace, cell: Cell, rows: int = 1, bound: Sequence[Any] = ()
+    results: Sequence[Any], trace: Trace, cell: Cell, rows: int = 1, bound: Sequence[Any] = ()
 ) -> dict[str, Any]:
     """The document of `replay --json`; `rows` are the texts that were decoded together."""
-    controllers = [
-        {"controller": r.controller, **({"rule": r.rule} if r.rule else {}), "families": r.groups}
-        for r in results
-    ]
     return {
         "schema": SCHEMA,
         "batch": rows,
         "cell": {**cell.to_json(), "ratio": cell.ratio},
-        "controllers": controllers,
+        "controllers": list(results),
         **({"lenient_bound": list(bound)} if bound else {}),
         "trace": trace.about,
     }
 
 
-def write_csv(results: Sequence[Result], output: str) -> None:
+def write_csv(results: Sequence[Mapping[str, Any]], output: str) -> None:
     """Save a row per controller and family; intervals as NAME_low and NAME_high."""
     rows = []
     for result in results:
-        for family, group in result.groups.items():
-            row: dict[str, Any] = {"controller": result.controller, "family": family}
-            row |= {"rule": result.rule} if result.rule else {}
+        for family, group in result["families"].items():
+            named = {key: result[key] for key in ("controller", "rule") if key in result}
+            row: dict[str, Any] = {**named, "family": family}
             shares = {f"share_of_{k}": v for k, v in group.get("share", {}).items()}
             for key, value in {**group, **shares}.items():
                 if key == "share":

@@ -14,7 +14,7 @@ from forerun.costs import Costs
 from forerun.errors import require
 from forerun.governors import Governor
 from forerun.lab.traces.trace import Trace
-from forerun.types import FloatArray, IntArray
+from forerun.types import BoolArray, FloatArray, IntArray
 
 RESAMPLES = 2000  # bootstrap samples of an interval
 COUNTED = ("rounds", "drafted", "accepted", "steps", "capped", "leaves", "leaves_kept")
@@ -134,16 +134,19 @@ def rate(tokens: ArrayLike, seconds: ArrayLike, seed: int = 0) -> dict[str, floa
     return {"mean": mean, "low": float(low), "high": float(high), "n": len(top)}
 
 
+def by_family(trace: Trace) -> dict[str, BoolArray]:
+    """Which prompts are in ``"all"`` and in each family, `(prompts,)` each."""
+    families, every = np.array(trace.families), np.ones(trace.prompts, dtype=bool)
+    return {"all": every, **{name: families == name for name in dict.fromkeys(trace.families)}}
+
+
 def summarise(trace: Trace, result: Replay, batch: int = 1) -> dict[str, dict[str, Any]]:
     """Totals and figures with intervals of a `replay`: of ``"all"`` prompts and of each family.
 
     `batch` rows share the seconds; tokens per second are those of all.
     """
-    families = np.array(trace.families)
-    groups = {"all": np.ones(trace.prompts, dtype=bool)}
-    groups |= {name: families == name for name in dict.fromkeys(trace.families)}
     out: dict[str, dict[str, Any]] = {}
-    for name, chosen in groups.items():
+    for name, chosen in by_family(trace).items():
         group = result.take(chosen)
         out[name] = {
             "prompts": len(group.rounds),

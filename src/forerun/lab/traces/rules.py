@@ -32,8 +32,8 @@ class RecordedRule:
         good = isinstance(self.rule, PositionRule) and not np.isnan(trace.judged["ratio"]).any()
         if not good:
             raise SettingError(
-                f"rule {name!r} cannot be replayed: it judges drafts as a whole, or the trace is "
-                "of schema 1; record again, or take another rule"
+                f"rule {name!r} cannot be replayed: it judges drafts as a whole, or the trace "
+                "lacks what rules read; record with a draft model, or take another rule"
             )
         sampled, has_draft = trace.sampled, trace.knows("top5_overlap")
         if _noisy(trace) and has_draft:

@@ -6,7 +6,6 @@ Every trial is a replay, so a hundred settings cost about as much as decoding on
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -19,11 +18,12 @@ from forerun.controllers import CONTROLLERS, Controller
 from forerun.errors import SettingError, require
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.replay import replay
-from forerun.lab.traces.results import geometric
+from forerun.lab.traces.results import Replay, by_family, geometric
 from forerun.lab.traces.spaces import COSTS, SPACES, Answer, Space, sampled
 from forerun.lab.traces.trace import Trace
 from forerun.registry import Spec, parse
 from forerun.settings import Settings
+from forerun.types import FloatArray
 
 SCHEMA = 1
 DEFAULT = "auto"  # the controller that is recommended where the search found no better one
@@ -43,17 +43,6 @@ class SearchResult:
     trials: int = 1  # settings tried, the default included
     refused: int = 0  # settings tried that the controller refuses
     complete: bool = True  # whether the search came to its end
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A search result on prompts that took no part in the search."""
-
-    result: SearchResult
-    overall: Mapping[str, Mapping[str, float]]
-    """`default`, `tuned`, `gain` (tuned over default) and `over_fixed` (tuned over the best fixed
-    length): geometric means over prompts with their 95 % bootstrap intervals."""
-    families: Mapping[str, Mapping[str, Mapping[str, float]]]  # the same per family
 
 
 @dataclass(frozen=True)
@@ -223,68 +212,51 @@ def settings_of(spec: Spec) -> dict[str, Any]:
 
 def judge(
     tuned: Tuned, trace: Trace, cell: Cell, seed: int = 0
-) -> tuple[list[Judged], dict[str, Any]]:
-    """Replay every search result on other prompts, none of which was searched on. One per
-    controller, and the speed-up of the best fixed length, overall and per family."""
-    groups = {name: np.array(trace.families) == name for name in dict.fromkeys(trace.families)}
-    every_prompt = np.ones(trace.prompts, dtype=bool)
-    seconds: dict[str, Any] = {}
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Replay every search result on other prompts, none of which was searched on: `controllers`
+    and `best_fixed` of the document of `tune --json`."""
+    groups, seconds = by_family(trace), dict[str, Replay]()
 
-    def took(spec: str) -> Any:
+    def took(spec: str) -> Replay:
         if spec not in seconds:
             seconds[spec] = replay(trace, spec, cell)
         return seconds[spec]
 
-    fixed = took(tuned.fixed.best)
+    def spreads(ratios: FloatArray) -> dict[str, dict[str, float]]:
+        return {name: geometric(ratios[chosen], seed) for name, chosen in groups.items()}
 
-    def compare(result: SearchResult, chosen: Any) -> dict[str, Any]:
+    judged, fixed = [], took(tuned.fixed.best)
+    for result in tuned.results:
         default, best = took(result.default), took(result.best)
-        ratios = {
-            "default": default.speedup,
-            "tuned": best.speedup,
-            "gain": default.seconds / best.seconds,
-            "over_fixed": fixed.seconds / best.seconds,
+        figures = {
+            "default": spreads(default.speedup),
+            "tuned": spreads(best.speedup),
+            "gain": spreads(default.seconds / best.seconds),
+            "over_fixed": spreads(fixed.seconds / best.seconds),
         }
-        return {name: geometric(values[chosen], seed) for name, values in ratios.items()}
-
-    judged = [
-        Judged(
-            result,
-            compare(result, every_prompt),
-            {name: compare(result, chosen) for name, chosen in groups.items()},
+        overall, *families = (
+            {name: values[group] for name, values in figures.items()} for group in groups
         )
-        for result in tuned.results
-    ]
-    baseline = {
-        "spec": tuned.fixed.best,
-        "overall": geometric(fixed.speedup, seed),
-        "families": {n: geometric(fixed.speedup[chosen], seed) for n, chosen in groups.items()},
-    }
-    return judged, baseline
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """The controller to use."""
-
-    spec: str
-    reason: str | None = None  # why it is not the search's best; None if it is
+        named = dict(zip(list(groups)[1:], families, strict=True))
+        judged.append({**asdict(result), "test": overall, "families": named})
+    every = spreads(fixed.speedup)
+    return judged, {"spec": tuned.fixed.best, "overall": every.pop("all"), "families": every}
 
 
 def choose(
-    tuned: Tuned, judged: Sequence[Judged], trace: Trace, cell: Cell, *, free: bool, seed: int = 0
-) -> Recommendation:
-    """The search's best where other prompts show it to be better than default settings. Better: the
-    95 % interval of the paired speed-up lies above 1. If any controller will do, as `free` says, it
-    is compared with `DEFAULT`, too."""
-    best = next(entry for entry in judged if entry.result is tuned.best)
-    spec, reason, gain = best.result.best, None, best.overall["gain"]
-    if spec == best.result.default:
-        reason = f"no setting of {best.result.name} was faster than its defaults"
+    tuned: Tuned, best: Mapping[str, Any], trace: Trace, cell: Cell, *, free: bool, seed: int = 0
+) -> dict[str, str | None]:
+    """The controller to use, `spec`, and the `reason` if it is not the search's best: that is
+    chosen where other prompts show it to be better than default settings, so that the 95 % interval
+    of the paired speed-up lies above 1. If any controller will do, as `free` says, it is compared
+    with `DEFAULT`, too. `best` is what `judge` says of it."""
+    spec, reason, gain = tuned.best.best, None, best["test"]["gain"]
+    if spec == tuned.best.default:
+        reason = f"no setting of {tuned.best.name} was faster than its defaults"
     elif gain["low"] <= 1:
-        spec = best.result.default
+        spec = tuned.best.default
         reason = (
-            f"{best.result.best} is no better than {spec} on the prompts judged "
+            f"{tuned.best.best} is no better than {spec} on the prompts judged "
             f"(tuned/default {interval(gain)})"
         )
     if free and spec != DEFAULT:
@@ -292,8 +264,8 @@ def choose(
         over = geometric(default / ours, seed)
         if over["low"] <= 1:
             reason = f"{spec} is no better than {DEFAULT}, the default, on the prompts judged"
-            return Recommendation(DEFAULT, f"{reason} ({spec}/{DEFAULT} {interval(over)})")
-    return Recommendation(spec, reason)
+            return {"spec": DEFAULT, "reason": f"{reason} ({spec}/{DEFAULT} {interval(over)})"}
+    return {"spec": spec, "reason": reason}
 
 
 def interval(spread: Mapping[str, float]) -> str:
@@ -301,43 +273,23 @@ def interval(spread: Mapping[str, float]) -> str:
     return f"{spread['mean']:.2f} {spread['low']:.2f}–{spread['high']:.2f}"
 
 
-@dataclass(frozen=True)
-class TuneVerdict:
-    """The search results, and how they do on other prompts."""
-
-    tuned: Tuned
-    judged: list[Judged]
-    fixed: Mapping[str, Any]  # the best fixed length, see `judge`
-    choice: Recommendation
-    split: Mapping[str, Any]  # prompts `searched`, `judged`, and `how` they were split
-
-    @classmethod
-    def of(
-        cls, tuned: Tuned, trace: Trace, cell: Cell, split: Mapping[str, Any], free: bool, seed: int
-    ) -> TuneVerdict:
-        """Judge on the prompts of a trace; `free` and `seed` as for `choose`."""
-        judged, fixed = judge(tuned, trace, cell, seed)
-        choice = choose(tuned, judged, trace, cell, free=free, seed=seed)
-        return cls(tuned, judged, fixed, choice, {**split, "judged": trace.prompts})
-
-    def document(
-        self, cell: Cell, settings: Settings, exports: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """The document of `tune --json`."""
-        return {
-            "schema": SCHEMA,
-            "complete": self.tuned.complete,
-            "split": dict(self.split),
-            "costs": cell.to_json(),
-            "controllers": [
-                {**asdict(entry.result), "test": entry.overall, "families": entry.families}
-                for entry in self.judged
-            ],
-            "best_fixed": self.fixed,
-            "recommended": asdict(self.choice),
-            "settings": json.loads(settings.to_json()),
-            "exports": dict(exports),
-        }
+def verdict(
+    tuned: Tuned, trace: Trace, cell: Cell, split: Mapping[str, Any], free: bool, seed: int
+) -> dict[str, Any]:
+    """The document of `tune --json`, but for `settings` and `exports`: the search results, and how
+    they do on the prompts of another trace. `split` says how many prompts were `searched`, and
+    `how` they were told apart; `free` and `seed` are as of `choose`."""
+    judged, fixed = judge(tuned, trace, cell, seed)
+    best = judged[tuned.results.index(tuned.best)]
+    return {
+        "schema": SCHEMA,
+        "complete": tuned.complete,
+        "split": {**split, "judged": trace.prompts},
+        "costs": cell.to_json(),
+        "controllers": judged,
+        "best_fixed": fixed,
+        "recommended": choose(tuned, best, trace, cell, free=free, seed=seed),
+    }
 
 
 def settings_with(controller: str, trace: Trace, about: Mapping[str, Any]) -> Settings:
