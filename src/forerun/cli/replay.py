@@ -72,17 +72,14 @@ def replay(
     warn_of_mixed_models(texts.about, costs_table.about)
     if clock is not None:
         if bounds or batch > 1 or rules:
-            raise SettingError(
-                "a clock is of texts served one by one; leave out --batch, --bounds, --rules"
-            )
-        _timed(texts, cell, controllers, clock, seed, as_json)
-        return
+            why = "a clock is of texts served one by one"
+            raise SettingError(f"{why}; leave out --batch, --bounds, --rules")
+        return _timed(texts, cell, controllers, clock, seed, as_json)
     judges = report.rules_of(rules) if rules else [None]
     limits, lenient = {}, []
     if bounds:
-        with status("reading") as tell:
+        with status("finding the bounds") as tell:
             if rules:
-                tell("finding the bound with rules")
                 lenient = report.lenient(texts, cell)
             else:
                 trees = any(map(takes_leaves, controllers.values()))
@@ -101,19 +98,16 @@ def replay(
         report.result(texts, run, policy, limits, shared, rule)
         for policy, (rule, run) in product(controllers.values(), runs.items())
     )
-    count = len(controllers) * len(runs)
-    results, interrupted = collected(made, "replaying", count, "replays")
+    specs = [spec for spec in controllers for _ in runs]
+    results, interrupted = collected(made, "replaying", len(specs), "replays")
     if results:
+        document = report.document(results, texts, cell, batch, lenient)
         if output is not None:
             report.write_csv(results, output)
-        document = report.document(results, texts, cell, batch, lenient)
         if as_json:
             print_json(document)
         else:
-            specs = [spec for spec in controllers for _ in runs]
-            _show(document, specs, texts, cell, synthetic)
-        if output is not None and not as_json:
-            remark(f"saved to {output}")
+            _show(document, specs, texts, cell, synthetic, output)
     if interrupted:
         raise KeyboardInterrupt
 
@@ -170,7 +164,12 @@ def _of(trace: Trace, families: Sequence[str]) -> Trace:
 
 
 def _show(
-    document: Mapping[str, Any], specs: Sequence[str], trace: Trace, cell: Cell, synthetic: bool
+    document: Mapping[str, Any],
+    specs: Sequence[str],
+    trace: Trace,
+    cell: Cell,
+    synthetic: bool,
+    output: str | None,
 ) -> None:
     """The results, the fastest first, each under its spec as it was given."""
     pairs = zip(specs, document["controllers"], strict=False)  # interrupted, there are fewer
@@ -219,6 +218,8 @@ def _show(
         for bound in lenient:
             shown.add_row(f"{bound['budget']:g}", _half(bound["speedup"]), f"{bound['drift']:.4f}")
         stdout().print(shown)
+    if output is not None:
+        remark(f"saved to {output}")
 
 
 def _half(value: dict[str, float]) -> str:
