@@ -147,7 +147,9 @@ def test_greedy_text_is_plain(runtime: str, eight: bool, tmp_path: Path) -> None
     rows = RUNTIMES[runtime](model)
     how: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
     plain = Model(rows, DRAFTERS.make("none").build(None, None)).generate(prompts, **how)
-    fast = Model(rows, Eagle(saved(tmp_path, eight)).build(rows, None))
+    folder = saved(tmp_path, eight)
+    assert drafter_spec(f"memory+eagle(path={folder!r})").depths("target") == tuple(DEPTHS)
+    fast = Model(rows, Eagle(folder).build(rows, None))
     for controller in ("fixed(3)", "auto", "svip", "cm-asd"):
         done = fast.generate(prompts, controller=controller, **how)
         assert [c.tokens for c in done] == [c.tokens for c in plain]

@@ -254,12 +254,17 @@ def test_pieces_with_scores(file: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("ab aé"), skip_special_tokens=True) == "ab aé"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_states_of_named_depths(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "known"), [("llama", ()), ("llama", (1, 2)), ("qwen2", (1, 2)), ("qwen3", ())]
+)
+def test_states_of_named_depths(family: str, known: tuple[int, ...], tmp_path: Path) -> None:
+    """Of depths known when it is loaded, which is not compiled again, and of others."""
     with torch.no_grad():
         model = write(tmp_path / "tiny.gguf", family)
-    executor = from_name(tmp_path / "tiny.gguf", threads=1)
+    executor = from_name(tmp_path / "tiny.gguf", threads=1, depths=known)
+    forms = executor._forms
     executor.tap((1, 2))
+    assert (executor._forms is forms) == bool(known)
     executor.run([0], [IDS], [1])
     assert executor.states is not None
     with torch.inference_mode():

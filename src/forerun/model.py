@@ -31,7 +31,7 @@ from forerun.languages import DecoderOpening, opening
 from forerun.prompts import Reader, answering, encode, read, split
 from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
-from forerun.runtime import Executor, Rows, gguf, load_tokenizer
+from forerun.runtime import Executor, Rows, load_tokenizer
 from forerun.runtime.drafts import own_draft
 from forerun.runtime.load import resolve_device
 from forerun.runtime.runtimes import RUNTIMES, RuntimeSpec, Source, default_runtime
@@ -342,7 +342,7 @@ def load(
     where = zoo.locate(target)
     if zoo.is_shipped(target) and dtype is None and resolve_device(device).type == "cpu":
         dtype = torch.float32
-    rows = runs.load(Source(where, device, dtype, trust_remote_code))
+    rows = runs.load(Source(where, device, dtype, trust_remote_code, depths=spec.depths(where)))
     tokenizer = load_tokenizer(where, trust_remote_code)
     drafter = spec.build(rows, tokenizer)
     model = Model(drafter.target or rows, drafter, tokenizer, chosen, _prefixes(prefix_cache))
@@ -384,12 +384,9 @@ def default_draft(target: str | Path | None) -> str | Path:
     where = zoo.locate(target)
     if kind := next((kind for kind in ("shared", "block") if own_draft(where, kind)), None):
         return kind
-    heads: object = own_draft(where, "eagle")
-    if (file := gguf.locate(where)) is not None:
-        from forerun.drafters.eagle import shipped_head
+    from forerun.drafters.eagle import known_head
 
-        heads = heads or shipped_head(gguf.read(file).identity)
-    return "memory+eagle" if heads else "memory"
+    return "memory+eagle" if known_head(where) else "memory"
 
 
 def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:

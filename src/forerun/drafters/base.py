@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from forerun.types import Stop, Token
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from forerun.runtime.base import Best, Rows
@@ -286,6 +288,11 @@ class DrafterSpec(ABC):
     def remembering(self) -> DrafterSpec:
         """The same, but learning from what the target writes, if it can."""
         return self
+
+    def depths(self, target: str | Path) -> tuple[int, ...]:
+        """Depths whose states it reads of a target, if they are known before that is loaded; what
+        is loaded to leave them need not be compiled again."""
+        return ()
 
     @abstractmethod
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:

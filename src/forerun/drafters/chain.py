@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.checks import between
@@ -180,6 +181,9 @@ class Chain(DrafterSpec):
 
     def remembering(self) -> DrafterSpec:
         return replace(self, first=self.first.remembering(), then=self.then.remembering())
+
+    def depths(self, target: str | Path) -> tuple[int, ...]:
+        return self.then.depths(target)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """Both.

@@ -22,6 +22,7 @@ from forerun.drafters.base import (
 from forerun.drafters.memory import fingerprint as tokens_of
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError
+from forerun.runtime import gguf
 from forerun.runtime.base import CHUNK, LOGITS, Best, Rows
 from forerun.runtime.drafts import TOKENS, draft_folder, load_draft, own_draft, read_about, spread
 from forerun.runtime.eagle import (
@@ -161,6 +162,11 @@ class Eagle(DrafterSpec):
     def __post_init__(self) -> None:
         draft_path("eagle", self.path)
 
+    def depths(self, target: str | Path) -> tuple[int, ...]:
+        """Those of the head's `draft.json`."""
+        folder = self.path or known_head(target)
+        return () if folder is None else _depths(folder)
+
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, on the target's states.
 
@@ -177,10 +183,7 @@ class Eagle(DrafterSpec):
         if path is None and hasattr(target_tokenizer, "get_vocab"):
             path = shipped_head(target.facts.identity, tokens_of(target_tokenizer))
         folder = draft_folder(target.facts.name, KIND, path)
-        depths = read_about(folder, KIND).settings.get("depths")
-        if not isinstance(depths, list) or not all(isinstance(d, int) for d in depths):
-            raise SettingError(f"the draft in {folder!r} names no depths; train it again")
-        states = target.executor.tap(depths)
+        states = target.executor.tap(_depths(folder))
         _, tensors = load_draft(
             folder,
             KIND,
@@ -191,6 +194,21 @@ class Eagle(DrafterSpec):
         head = head_of(tensors)
         rows = head_rows(head, target, folder)
         return EagleDrafter(target, states, head, tensors[TOKENS], rows)
+
+
+def _depths(folder: str) -> tuple[int, ...]:
+    """What a head reads; `SettingError` if its `draft.json` does not say."""
+    depths = read_about(folder, KIND).settings.get("depths")
+    if not isinstance(depths, list) or not all(isinstance(d, int) for d in depths):
+        raise SettingError(f"the draft in {folder!r} names no depths; train it again")
+    return tuple(depths)
+
+
+def known_head(target: str | Path) -> str | None:
+    """The folder of the head in a target's own, or of what ships for its GGUF file, if any."""
+    file = gguf.locate(target)
+    own = own_draft(target, KIND)
+    return own or (file and shipped_head(gguf.read(file).identity))
 
 
 def shipped_head(identity: str, tokenizer: str = "*") -> str | None:

@@ -39,6 +39,7 @@ class Source:
     dtype: str | torch.dtype | None = None
     trust_remote_code: bool = False
     drafts: bool = False  # whether it only runs ahead, so that its rounding changes no greedy text
+    depths: tuple[int, ...] = ()  # whose hidden states will be read (`Executor.tap`)
 
 
 class RuntimeSpec(ABC):
@@ -108,7 +109,8 @@ class OpenVINORuntime(RuntimeSpec):
         if self.draft_precision:  # the target is loaded first, and takes long
             settings(self.draft_precision, self.threads or torch.get_num_threads())
         precision = (source.drafts and self.draft_precision) or self.precision
-        return Rows(from_name(source.name, precision, self.threads, source.trust_remote_code))
+        trusted, depths = source.trust_remote_code, source.depths
+        return Rows(from_name(source.name, precision, self.threads, trusted, depths))
 
 
 @dataclass(frozen=True)

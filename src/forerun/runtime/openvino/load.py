@@ -23,11 +23,12 @@ from forerun.runtime.load import EXPORTED, checkpoint_files, counted, exported, 
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import HALF, Widened, export, halved, in_fp32, reason
-from forerun.runtime.openvino.nodes import attach
+from forerun.runtime.openvino.nodes import attach, tap
 from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
 from forerun.runtime.openvino.weights import hold
 from forerun.runtime.probe import fewest_tokens, probe, reference, reference_of
 from forerun.runtime.sources import Encoder
+from forerun.runtime.states import States
 from forerun.runtime.support import refusal
 from forerun.runtime.timing import machine
 from forerun.runtime.torch_executor import facts_of
@@ -70,6 +71,7 @@ def from_name(
     precision: str | None = None,
     threads: int | None = None,
     trust_remote_code: bool = False,
+    depths: tuple[int, ...] = (),
 ) -> OpenVINOExecutor:
     """An executor for a model on disk or on the Hugging Face hub.
 
@@ -80,6 +82,7 @@ def from_name(
         precision: as for `from_model`; None: "fp32", or what a GGUF file or exported model has.
         threads: as for `from_model`.
         trust_remote_code: run code that comes with the model.
+        depths: whose states it shall leave (`tap`); not of one with an encoder.
 
     Raises:
         ModelError: missing, corrupt, or no causal language model.
@@ -91,10 +94,10 @@ def from_name(
                 f"{path.name} is run in the precision of its weights, got precision="
                 f"{precision!r}; leave it out"
             )
-        return _as_it_is(path, threads)
+        return _as_it_is(path, _Options(None, threads, depths=depths))
     precision = precision or "fp32"
     settings(precision, threads or torch.get_num_threads())
-    options = _Options(precision, threads)
+    options = _Options(precision, threads, depths=depths)
 
     def torch_model() -> Any:
         return _loaded(name, trust_remote_code)
@@ -120,9 +123,8 @@ def _loaded(name: str | Path, trust_remote_code: bool) -> Any:
     return load_model(name, "cpu", "fp32", trust_remote_code)
 
 
-def _as_it_is(path: Path, threads: int | None) -> OpenVINOExecutor:
+def _as_it_is(path: Path, options: _Options) -> OpenVINOExecutor:
     """An executor for a GGUF file or a folder of an exported model, in its own precision."""
-    options = _Options(None, threads)
     if path.is_dir():
         parts = [path / EXPORTED, (path / EXPORTED).with_suffix(".bin")]
         parts += path.glob("*config.json")
@@ -148,6 +150,7 @@ class _Options:
     """None: of the weights as they are."""
     threads: int | None
     encoder: Encoder | None = None
+    depths: tuple[int, ...] = ()
 
 
 def _made(
@@ -235,8 +238,10 @@ def _executor(
             )
         return attach(stored_again.graph)
 
-    graph = attach(stored.graph)
+    graph, width = attach(stored.graph), 0
     if facts.source_limit is None:
+        if options.depths:
+            width = tap(graph, options.depths)
         executor = _compiled(graph, facts, options.threads, entry, again)
     else:
         assert torch_model is not None, "only torch models have encoders"
@@ -254,6 +259,8 @@ def _executor(
     expected = stored.reference
     probe(executor, reference_of(executor) if expected is None else expected)
     executor.warm()
+    if width:
+        executor.states = States(options.depths, width)
     if entry:
         executor.settle = partial(store.let_go, entry)
         executor.settle()
