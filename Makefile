@@ -5,6 +5,8 @@ JOBS ?= 2
 # The oldest that pyproject.toml allows; the newest is in constraints.txt.
 TRANSFORMERS := 5.19.0
 READY := $(VENV)/.ready
+# Else each of the tests' processes compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test versions overlays lint lint-types lint-docs bench docs
 

@@ -57,7 +57,7 @@ def model(request) -> forerun.Model:
     ids=str,
 )
 def test_equals_plain_decoding_for_every_drafter(model, how):
-    how = {"max_new_tokens": 40, **how}
+    how = {"max_new_tokens": 30, **how}
     prompts = [PROMPT, "English: Hello.\nGerman:"]
     plain = model.generate(prompts, plain=True, **how)
     for controller in ("fixed(5)", "auto"):

@@ -66,7 +66,7 @@ def noisy(script: Any, seed: int, noise: float) -> Any:
 
 @pytest.mark.parametrize(
     ("spec", "drafter", "temperature"),
-    spread(4, SPECS, ["same", "near", "far", "lookup", "none"], [0.0, 0.8]),
+    spread(8, SPECS, ["same", "near", "far", "lookup", "none"], [0.0, 0.8]),
 )
 def test_speculative_equals_plain(spec: str, drafter: str, temperature: float) -> None:
     """Greedy, and drawn by noise."""

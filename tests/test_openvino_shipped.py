@@ -28,7 +28,7 @@ from forerun.runtime.torch_executor import TorchExecutor
 from marks import spread
 
 FAMILIES = ("arithmetic", "chat", "rewriting", "translation")
-TOKENS = 24
+TOKENS = 16
 
 
 @pytest.fixture(scope="module")

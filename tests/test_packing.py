@@ -11,11 +11,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import forerun
+import marks
 from forerun.runtime import load_model, packing
 from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import PackedLinear, dense, pack, unpacked
 from forerun.runtime.torch_executor import facts_of
+from marks import slow_but
 from sourced import build as build_encoder_decoder
 from tiny import CONFIGS, build, texts
 
@@ -32,7 +34,7 @@ def packed(model: Any) -> list[PackedLinear]:
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, {*marks.FAMILIES, "t5"}.__contains__))
 def test_a_packed_model_says_the_same_of_itself(family: str) -> None:
     model = made(family)
     other = pack(copy.deepcopy(model))

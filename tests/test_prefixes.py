@@ -22,6 +22,7 @@ from forerun.rules import RULES
 from forerun.runtime.base import Rows
 from forerun.runtime.torch_executor import torch_rows
 from forerun.testing import ScriptedModel
+from marks import slow_but
 from tiny import build, texts
 
 V = 97
@@ -255,7 +256,7 @@ def test_warm_is_cold_on_models(drafter: str, how: dict[str, Any]) -> None:
     assert warm.generate(prompts[0], max_new_tokens=1).stats.cached_tokens == 0
 
 
-@pytest.mark.parametrize("runtime", ["torch", "openvino"])
+@pytest.mark.parametrize("runtime", slow_but(["torch", "openvino"], "openvino".__eq__))
 def test_warm_is_cold_on_the_shipped_pair(runtime: str) -> None:
     if runtime == "openvino":
         pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")

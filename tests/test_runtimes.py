@@ -34,7 +34,7 @@ from forerun.runtime.torch_executor import TorchExecutor
 from forerun.signals import measure
 from forerun.testing import ScriptedModel
 from gguf_files import write as write_gguf
-from marks import FAMILIES, slow_but
+from marks import FAMILIES, slow_but, spread
 from sourced import OneSource
 from sourced import alone as alone_with
 from sourced import build as build_encoder_decoder
@@ -240,18 +240,13 @@ def test_compiled_passes_equal_rows_alone(monkeypatch: pytest.MonkeyPatch) -> No
     close(got[0], case.alone([*prompts[1], 7])[-1])
 
 
-def often(name: str) -> bool:
+def usually(name: str) -> bool:
     """Cases that CI runs: of executors over the same modules, some families."""
     kind, _, family = name.partition("-")
     if kind == "openvino":
         return family in GRAPHS
-    return kind not in ("packed", "layers", "cudagraphs") or family in {*FAMILIES, *OTHERS}
-
-
-def usually(name: str) -> bool:
-    """Likewise of what has nothing to do with a family."""
-    kind, _, family = name.partition("-")
-    return often(name) and (kind != "torch" or family in {*FAMILIES, *OTHERS})
+    alike = kind in ("torch", "packed", "layers", "cudagraphs")
+    return not alike or family in {*FAMILIES, *OTHERS}
 
 
 @cache
@@ -305,8 +300,7 @@ def test_folded_attention_is_that_of_transformers(
         torch.testing.assert_close(got[row, : row + 1], plain[row, : row + 1], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", WINDOWED)
-@pytest.mark.parametrize("runtime", ["torch", "cudagraphs"])
+@pytest.mark.parametrize(("family", "runtime"), spread(2, [*WINDOWED], ["torch", "cudagraphs"]))
 @pytest.mark.transformers_versions
 def test_text_beyond_the_window_is_that_of_generate(runtime: str, family: str) -> None:
     """Three drafted tokens are thrown away a pass, and the text goes on: alone and in four rows."""
@@ -334,7 +328,7 @@ def test_text_beyond_the_window_is_that_of_generate(runtime: str, family: str) -
         ]
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, often), indirect=True)
+@pytest.mark.parametrize("case", slow_but(CASES, usually), indirect=True)
 @pytest.mark.transformers_versions
 def test_ragged_rows_equal_rows_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_module, "CHUNK", 5)

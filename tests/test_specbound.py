@@ -113,10 +113,10 @@ def test_greedy_equals_plain_in_every_family(family: str, how: dict[str, Any]) -
 )  # fmt: skip
 def test_greedy_equals_plain_with_every_kind_of_controller(controller: str) -> None:
     model, prompts = calm(), texts(3, 8, 6)
-    plain = plainly(model, prompts, max_new_tokens=30)
+    plain = plainly(model, prompts, max_new_tokens=18)
     for bonus in (True, False):
         fast = specbound(model, threshold=0.3, layers=1, depth=4, width=4, bonus=bonus)
-        done = fast.generate(prompts, controller=controller, max_new_tokens=30, ignore_eos=True)
+        done = fast.generate(prompts, controller=controller, max_new_tokens=18, ignore_eos=True)
         assert [c.tokens for c in done] == plain
 
 

@@ -104,8 +104,8 @@ PROCESSED: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.3},
     "n-grams": {"no_repeat_ngram_size": 2},
     "bad words": {"bad_words_ids": [[5], [7, 8]]},
-    "new tokens": {"min_new_tokens": 20},
-    "length": {"min_length": 30},
+    "new tokens": {"min_new_tokens": 12},
+    "length": {"min_length": 24},
     "suppressed": {"suppress_tokens": [3, 4, 5], "begin_suppress_tokens": [9]},
     "bias": {"sequence_bias": [[[10], 4.0], [[11, 12], -3.0]]},
     "forced": {"forced_eos_token_id": 2},
@@ -119,7 +119,7 @@ PROCESSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("name", "draft"), spread(2, list(PROCESSED), ["model", "lookup"]))
 def test_processors_are_asked_at_every_place(name: str, draft: str) -> None:
-    settings = {**PROCESSED[name], "max_new_tokens": 24, "do_sample": False}
+    settings = {**PROCESSED[name], "max_new_tokens": 16, "do_sample": False}
     if isinstance(settings.get("logits_processor"), list):
         settings["logits_processor"] = LogitsProcessorList(settings["logits_processor"])
     model, inputs = target(), batch(4)
@@ -289,18 +289,14 @@ def test_encoder_decoder_models(family: str, rows: int) -> None:
     for row in range(1, rows):
         ids[row, -row:], mask[row, -row:] = pad, 0
     settings = {"max_new_tokens": 16, "do_sample": False, "num_beams": 1}
+    given = {"input_ids": ids, "attention_mask": mask, **settings}
+    draft, lookup = noisy(model), "lookup(n=1,least=1)"
     for more in ({}, {"no_repeat_ngram_size": 2}, {"encoder_repetition_penalty": 1.5}):
-        plain = plainly(model, input_ids=ids, attention_mask=mask, **settings, **more)
-        for draft in (noisy(model), "lookup(n=1,least=1)"):
-            attach(model, draft, "fixed(3)")
-            got = model.generate(input_ids=ids, attention_mask=mask, **settings, **more)
-            assert torch.equal(got, plain)
-            spec = Speculative(draft, "fixed(3)")
-            got = plainly(
-                model, input_ids=ids, attention_mask=mask, custom_generate=spec,
-                **settings, **more,
-            )  # fmt: skip
-            assert torch.equal(got, plain)
+        plain = plainly(model, **given, **more)
+        attach(model, draft, "fixed(3)")
+        assert torch.equal(model.generate(**given, **more), plain)
+        spec = Speculative(lookup, "fixed(3)")
+        assert torch.equal(plainly(model, **given, custom_generate=spec, **more), plain)
 
 
 def test_nothing_of_the_model_changes() -> None:
@@ -358,7 +354,7 @@ def test_streamers_pipelines_and_stop_strings() -> None:
 
     model, draft, tokenizer = shipped()
     prompts = ["Once upon a time", "English: I like apples.\nGerman:", "Add 34 and 27.\n"]
-    settings = {"max_new_tokens": 32, "do_sample": False}
+    settings = {"max_new_tokens": 16, "do_sample": False}
     one = tokenizer(prompts[0], return_tensors="pt")
     many = tokenizer(prompts, return_tensors="pt", padding=True)
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
