@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from forerun.errors import MissingExtraError, SettingError
 from forerun.lab.traces import trace as lab
 from forerun.lab.traces.trace import JUDGED, KEY, SIGNALS, Trace, concatenate
+from made_traces import trace_of
 
 pa = pytest.importorskip("pyarrow")
 pc = pytest.importorskip("pyarrow.compute")
@@ -169,7 +170,7 @@ def damage(path, change):
         (lambda t: t.replace_schema_metadata({KEY: b"[]"}), "provenance cannot be read"),
         (
             lambda t: t.replace_schema_metadata({KEY: b'{"schema": 3, "about": {}}'}),
-            "has trace schema 3 and this forerun reads 2",
+            "has trace schema 3 and this forerun reads 1 to 2",
         ),
         (lambda t: t.slice(1), "positions are not in order"),
         (lambda t: t.slice(0, 0), "positions are not in order"),
@@ -251,6 +252,29 @@ def test_traces_need_neither_torch_nor_pyarrow():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_schema_1_is_read_as_far_as_it_says(tmp_path):
+    trace = trace_of(np.random.default_rng(0).random((3, 9)) < 0.6, 4)
+    trace.write(tmp_path / "t")
+    table = pq.read_table(tmp_path / "t")
+    own = {"target_top1": 0.25, "target_entropy": 2.0, "top5_overlap": 0.5}
+    older = table.drop_columns([*JUDGED, "length", "stopped_by"])
+    for name, value in own.items():
+        older = older.append_column(name, pa.array([value] * len(table), pa.float32()))
+    head = json.dumps({"schema": 1, "about": {}}).encode()
+    pq.write_table(older.replace_schema_metadata({KEY: head}), tmp_path / "t")
+    read = Trace.read(tmp_path / "t")
+    for name in ("draft_tokens", "matches", "accept_prob", "lengths", "stops"):
+        np.testing.assert_array_equal(getattr(read, name), getattr(trace, name))
+    place = np.arange(9)[:, None] + np.arange(4)
+    known = (np.arange(4) <= trace.matches[..., None]) & (place < 9)
+    for name in JUDGED:
+        np.testing.assert_array_equal(
+            np.isfinite(read.judged[name]), known & (name in {*own, "ratio"})
+        )
+    np.testing.assert_array_equal(read.judged["ratio"][known], trace.judged["ratio"][known])
+    assert set(read.judged["target_top1"][known]) == {0.25}
 
 
 def test_about_is_kept_by_parts():

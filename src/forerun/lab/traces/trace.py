@@ -22,14 +22,11 @@ SCHEMA = 2
 KEY = b"forerun.trace"  # key in the file's metadata of a JSON object with `schema` and `about`
 
 _PER_PROMPT = {"budget": "budgets", "prompt_tokens": "prompt_tokens"}  # column: field
-_INTS = {
-    "token": "tokens", "matches": "matches", "ends": "ends", "length": "lengths",
-    "stopped_by": "stops",
-}  # column: field, per position  # fmt: skip
-JUDGED = (
-    "ratio", "target_top1", "target_entropy", "top5_overlap", "gap", "rank", "variation",
-    "target_rank",
-)  # fmt: skip
+_INTS = {"token": "tokens", "matches": "matches", "ends": "ends"}  # column: field, per position
+_RUNS = {"length": "lengths", "stopped_by": "stops"}  # likewise, since schema 2
+_FIRST = ("target_top1", "target_entropy", "top5_overlap")
+"""Of `JUDGED` those that schema 1 has, of a run's first token only."""
+JUDGED = ("ratio", *_FIRST, "gap", "rank", "variation", "target_rank")
 """What both models say of a drafted token, on and off the text, as rules read it."""
 
 
@@ -58,7 +55,7 @@ class Trace:
     before it were kept; 0 beyond the first miss and beyond the text."""
     signals: dict[str, FloatArray]  # `(prompts, T, K)` by name; NaN without distribution
     judged: dict[str, FloatArray]
-    """Every one of `JUDGED`, `(prompts, T, K)` (docs/trace.md); NaN where not known."""
+    """Every one of `JUDGED`, `(prompts, T, K)` (docs/trace.md); NaN where schema 1 has none."""
     about: dict[str, Any] = field(default_factory=dict)  # models, hashes, settings, date
 
     @property
@@ -133,13 +130,13 @@ class Trace:
             "prompt": prompt,
             "position": position,
             **{name: getattr(self, attr)[prompt] for name, attr in _PER_PROMPT.items()},
-            **{name: getattr(self, attr)[inside] for name, attr in _INTS.items()},
+            **{name: getattr(self, attr)[inside] for name, attr in (_INTS | _RUNS).items()},
             "draft_tokens": self.draft_tokens[inside],
             "accept_prob": self.accept_prob[inside],
             **{name: self.signals[name][inside] for name in SIGNALS},
             **{name: self.judged[name][inside] for name in JUDGED},
         }
-        schema = _schema(arrow, self.depth)
+        schema = _schema(arrow, self.depth, SCHEMA)
         head = json.dumps({"schema": SCHEMA, "about": self.about}, ensure_ascii=False)
         table = arrow.table(
             {name: _column(arrow, values[name], kind) for name, kind in schema.items()}
@@ -169,9 +166,10 @@ class Trace:
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise SettingError(f"{path} is not a readable Parquet file: {reason}") from error
-        about = _about(path, table)
-        depth = _check_columns(path, arrow, table, names)
-        single = ("prompt", "position", *_PER_PROMPT, *_INTS)
+        version, about = _about(path, table)
+        depth = _check_columns(path, arrow, table, names, version)
+        runs = _RUNS if version > 1 else {}
+        single = ("prompt", "position", *_PER_PROMPT, *_INTS, *runs)
         flat = {name: table[name].to_numpy() for name in single}
         starts, sizes = _texts(path, flat["prompt"], flat["position"])
         inside = np.arange(sizes.max()) < sizes[:, None]
@@ -185,23 +183,31 @@ class Trace:
             return spread(_inner(table[name]).to_numpy().reshape(-1, depth), kind)
 
         first = arrow.array(starts)
+        ints = {attr: spread(flat[name], np.int64) for name, attr in (_INTS | runs).items()}
+        accept = deep("accept_prob")
+        if version > 1:
+            judged = {name: deep(name) for name in JUDGED}
+        else:
+            ints |= {"lengths": np.where(inside, depth, 0), "stops": np.zeros_like(ints["ends"])}
+            own = {name: spread(table[name].to_numpy(), np.float64) for name in _FIRST}
+            judged = _on_the_text(own, ints["matches"], sizes, accept)
         return cls(
             families=tuple(table["family"].take(first).to_pylist()),
             ids=tuple(table["prompt_id"].take(first).to_pylist()),
             sizes=sizes,
             draft_tokens=deep("draft_tokens", np.int64),
-            accept_prob=deep("accept_prob"),
+            accept_prob=accept,
             signals={name: deep(name) for name in SIGNALS},
-            judged={name: deep(name) for name in JUDGED},
+            judged=judged,
             about=about,
             **{attr: flat[name][starts].astype(np.int64) for name, attr in _PER_PROMPT.items()},
-            **{attr: spread(flat[name], np.int64) for name, attr in _INTS.items()},
+            **ints,
         )
 
 
 _ARRAYS = (
     "sizes", "draft_tokens", "accept_prob",
-    *_PER_PROMPT.values(), *_INTS.values(),
+    *_PER_PROMPT.values(), *_INTS.values(), *_RUNS.values(),
 )  # fmt: skip
 
 
@@ -217,6 +223,19 @@ def _merged(traces: Sequence[Trace], make: Callable[[list[Any]], Any]) -> dict[s
 def _fractions(chances: FloatArray) -> BoolArray:
     """`(prompts,)` whether any chance is neither 0 nor 1."""
     return np.asarray(((chances > 0) & (chances < 1)).any((1, 2)))
+
+
+def _on_the_text(
+    first: dict[str, FloatArray], matches: IntArray, sizes: IntArray, accept: FloatArray
+) -> dict[str, FloatArray]:
+    """`JUDGED` as far as a file of schema 1 says it: where a run is on the text."""
+    positions, depth = accept.shape[1:]
+    place = np.arange(positions)[:, None] + np.arange(depth)
+    known = (np.arange(depth) <= matches[..., None]) & (place < sizes[:, None, None])
+    place = np.minimum(place, positions - 1)
+    out = dict.fromkeys(JUDGED, np.full(accept.shape, np.nan))
+    out["ratio"] = np.where(known, accept, np.nan)
+    return out | {name: np.where(known, own[:, place], np.nan) for name, own in first.items()}
 
 
 def compared(
@@ -258,10 +277,7 @@ def text_trace(
     over = np.isin(own["draft_tokens"], list(ends))
     over &= np.arange(depth) < own["lengths"][..., None]
     unknown = dict.fromkeys(SIGNALS, np.full(over.shape, np.nan))
-    judged = dict.fromkeys(JUDGED, unknown["entropy"])
-    place = np.arange(len(text))[:, None] + np.arange(depth)
-    on_text = (np.arange(depth) <= own["matches"][..., None]) & (place < len(text))
-    judged["ratio"] = np.where(on_text, own["accept_prob"], np.nan)
+    judged = _on_the_text({}, own["matches"], sizes, own["accept_prob"])
     for known, name in ((unknown, "signals"), (judged, "judged")):
         known |= {key: _single(values[None]) for key, values in runs.get(name, {}).items()}
     return Trace(
@@ -335,8 +351,8 @@ def pyarrow_modules() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _about(path: str | Path, table: Any) -> dict[str, Any]:
-    """The provenance in a file's metadata."""
+def _about(path: str | Path, table: Any) -> tuple[int, dict[str, Any]]:
+    """The schema and the provenance in a file's metadata."""
     head = (table.schema.metadata or {}).get(KEY)
     if head is None:
         raise SettingError(f"{path} is not a trace; make one with forerun record")
@@ -345,22 +361,29 @@ def _about(path: str | Path, table: Any) -> dict[str, Any]:
         schema, about = document["schema"], dict(document["about"])
     except (ValueError, KeyError, TypeError) as error:
         raise SettingError(f"{path} is a damaged trace: its provenance cannot be read") from error
-    if schema != SCHEMA:
+    if schema not in range(1, SCHEMA + 1):
         raise SettingError(
-            f"{path} has trace schema {schema!r} and this forerun reads {SCHEMA}; record it again"
+            f"{path} has trace schema {schema!r} and this forerun reads 1 to {SCHEMA}; record it "
+            "again"
         )
-    return about
+    return schema, about
 
 
-def _schema(arrow: Any, depth: int) -> dict[str, Any]:
+def _schema(arrow: Any, depth: int, version: int) -> dict[str, Any]:
     """The columns and their types, as docs/trace.md describes them."""
-    integer, real = arrow.int32(), arrow.list_(arrow.float32(), depth)
+    text, integer, real = (
+        arrow.dictionary(arrow.int32(), arrow.string()),
+        arrow.int32(),
+        arrow.float32(),
+    )
     return {
-        "family": arrow.dictionary(arrow.int32(), arrow.string()),
+        "family": text,
         "prompt_id": arrow.string(),
         **dict.fromkeys(("prompt", "position", *_PER_PROMPT, *_INTS), integer),
+        **(dict.fromkeys(_RUNS, integer) if version > 1 else dict.fromkeys(_FIRST, real)),
         "draft_tokens": arrow.list_(integer, depth),
-        **dict.fromkeys(("accept_prob", *SIGNALS, *JUDGED), real),
+        **dict.fromkeys(("accept_prob", *SIGNALS), arrow.list_(real, depth)),
+        **(dict.fromkeys(JUDGED, arrow.list_(real, depth)) if version > 1 else {}),
     }
 
 
@@ -395,11 +418,13 @@ def _inner(column: Any) -> Any:
     return column.combine_chunks().flatten() if hasattr(column.type, "list_size") else column
 
 
-def _check_columns(path: str | Path, arrow: Any, table: Any, names: Sequence[str]) -> int:
+def _check_columns(
+    path: str | Path, arrow: Any, table: Any, names: Sequence[str], version: int
+) -> int:
     """Raise `SettingError` unless the columns are those of a trace; K."""
     first = table.schema.field("draft_tokens").type if "draft_tokens" in names else None
     depth = getattr(first, "list_size", 1)
-    for name, kind in _schema(arrow, depth).items():
+    for name, kind in _schema(arrow, depth, version).items():
         fault = None
         if name not in names:
             fault = "is missing"
