@@ -16,14 +16,7 @@ from forerun.errors import ForerunWarning, ModelError, SettingError
 from forerun.runtime import torch_rows
 from forerun.runtime.drafts import ABOUT, WEIGHTS, About, save_draft
 from forerun.runtime.fingerprints import fingerprint
-from forerun.runtime.heads import (
-    KINDS,
-    FullHeads,
-    LightHeads,
-    TrainedHeads,
-    default_layers,
-    load_heads,
-)
+from forerun.runtime.heads import LightHeads, default_layers, load_heads, shapes_of_head
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.training.exits import ExitTrainer
 from forerun.training.fit import Document
@@ -50,7 +43,7 @@ def documents(count: int = 40, seed: int = 1, length: int = 24) -> list[Document
 TEXTS, HELD = documents(480), documents(30, seed=2)
 
 
-def save_heads(heads: TrainedHeads, folder: Path, target: str | None = None) -> Path:
+def save_heads(heads: LightHeads, folder: Path, target: str | None = None) -> Path:
     tokens = {} if heads.tokens is None else {"tokens": heads.tokens.to(torch.int32)}
     own = {f"{n}.{name}": t for n, part in heads.weights.items() for name, t in part.items()}
     save_draft(folder, About("exits", target, heads.form), own | tokens)
@@ -58,22 +51,16 @@ def save_heads(heads: TrainedHeads, folder: Path, target: str | None = None) -> 
 
 
 def some_heads(
-    access: LayerAccess,
-    kind: str,
-    rank: int = 0,
-    dtype: torch.dtype = torch.float32,
-    tokens: torch.Tensor | None = None,
-) -> TrainedHeads:
-    vocab_size = tiny.VOCAB if tokens is None else len(tokens)
-    shapes = KINDS[kind].shapes(vocab_size, WIDTH, rank)
+    access: LayerAccess, dtype: torch.dtype = torch.float32, tokens: torch.Tensor | None = None
+) -> LightHeads:
     weights = {
         layer: {
             name: ((name == "scale") + torch.randn(*shape) * 0.1).to(dtype)
-            for name, shape in shapes.items()
+            for name, shape in shapes_of_head(WIDTH).items()
         }
         for layer in (1, 2)
     }
-    return KINDS[kind](access, weights, tokens, {"width": 3})
+    return LightHeads(access, weights, tokens, {"width": 3})
 
 
 def test_the_lens_after_the_last_layer_is_the_model(access, model):
@@ -87,14 +74,13 @@ def test_the_lens_after_the_last_layer_is_the_model(access, model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("kind", "rank"), [("light", 0), ("light", 4), ("full", 0)])
 @pytest.mark.parametrize("tokens", [None, torch.tensor([0, 3, 50, 96])], ids=["all", "some"])
-def test_saved_and_loaded_bit_for_bit(access, tmp_path, kind, rank, dtype, tokens):
-    heads = some_heads(access, kind, rank, dtype, tokens)
+def test_saved_and_loaded_bit_for_bit(access, tmp_path, dtype, tokens):
+    heads = some_heads(access, dtype, tokens)
     save_heads(heads, tmp_path / "new")
     assert {path.name for path in (tmp_path / "new").iterdir()} == {WEIGHTS, ABOUT}
     again = load_heads(tmp_path / "new", access)
-    assert (again.kind, again.layers, again.tuned) == (kind, (1, 2), {"width": 3})
+    assert (again.layers, again.tuned) == ((1, 2), {"width": 3})
     for layer, own in heads.weights.items():
         assert own.keys() == again.weights[layer].keys()
         assert all(torch.equal(own[name], again.weights[layer][name]) for name in own)
@@ -110,30 +96,29 @@ def test_saved_and_loaded_bit_for_bit(access, tmp_path, kind, rank, dtype, token
 
 
 def test_heads_run_in_the_models_dtype(access, tmp_path):
-    save_heads(some_heads(access, "light"), tmp_path)
+    save_heads(some_heads(access), tmp_path)
     half = LayerAccess(tiny.build("llama").to(torch.bfloat16))
     with torch.inference_mode():
-        for heads in (load_heads(tmp_path, half), some_heads(half, "full")):
+        for heads in (load_heads(tmp_path, half), some_heads(half)):
             assert heads.logits(1, torch.randn(4, WIDTH).bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"hidden_size": 64}, r"1.weight is \(97, 32\), wanted \(97, 64\)"),
-        ({"vocab_size": 101}, r"1.bias is \(97,\), wanted \(101,\)"),
+        ({"hidden_size": 64}, r"1.bias is \(32,\), wanted \(64,\)"),
         ({"num_hidden_layers": 1}, "exit layer 2 does not exist"),
     ],
 )
 def test_another_model_is_refused(access, tmp_path, changes, what):
-    save_heads(some_heads(access, "full"), tmp_path)
+    save_heads(some_heads(access), tmp_path)
     other = LayerAccess(tiny.build("llama", **changes))
     with pytest.raises(ModelError, match=what):
         load_heads(tmp_path, other)
 
 
 def test_heads_of_another_model_of_these_sizes_warn(model, access, tmp_path):
-    save_heads(some_heads(access, "light"), tmp_path, fingerprint(model))
+    save_heads(some_heads(access), tmp_path, fingerprint(model))
     load_heads(tmp_path, access)
     with pytest.warns(ForerunWarning, match="trained for another target"):
         load_heads(tmp_path, LayerAccess(tiny.build("llama", seed=1)))
@@ -142,7 +127,7 @@ def test_heads_of_another_model_of_these_sizes_warn(model, access, tmp_path):
 def test_damaged_files_are_refused(access, tmp_path):
     with pytest.raises(ModelError, match=r"draft\.json is missing"):
         load_heads(tmp_path, access)
-    good, bad = save_heads(some_heads(access, "light", 4), tmp_path / "good"), tmp_path / "bad"
+    good, bad = save_heads(some_heads(access), tmp_path / "good"), tmp_path / "bad"
 
     def damaged(name: str, content: bytes) -> Path:
         shutil.rmtree(bad, ignore_errors=True)
@@ -156,15 +141,14 @@ def test_damaged_files_are_refused(access, tmp_path):
         load_heads(damaged(ABOUT, b"{"), access)
     about = json.loads((good / ABOUT).read_text())
     for change, what in (
-        ({"head": "magic"}, "cannot read the weights"),
-        ({"head": "full"}, "does not fit this target"),
+        ({"head": "full"}, "heads of the form 'full'; 'light' ones are read"),
         ({"layers": [1]}, r"2\.bias is \(32,\), wanted"),
         ({"kind": "medusa"}, "for the drafter 'medusa', not 'exits'"),
     ):
         with pytest.raises(ModelError, match=what):
             load_heads(damaged(ABOUT, json.dumps({**about, **change}).encode()), access)
     few = tmp_path / "few"
-    save_heads(some_heads(access, "light", tokens=torch.tensor([1, 5, 96])), few)
+    save_heads(some_heads(access, tokens=torch.tensor([1, 5, 96])), few)
     tensors = load_file(few / WEIGHTS)
     save_file(tensors | {"tokens": torch.tensor([1, 5, 97], dtype=torch.int32)}, few / WEIGHTS)
     with pytest.raises(ModelError, match=r"tokens is missing, wanted ids"):
@@ -172,7 +156,7 @@ def test_damaged_files_are_refused(access, tmp_path):
 
 
 def test_wrong_layers_are_refused(access):
-    heads = some_heads(access, "light")
+    heads = some_heads(access)
     with pytest.raises(SettingError, match="no exit head after layer 3; there are heads after 1"):
         heads.logits(3, torch.zeros(1, WIDTH))
     own = heads.weights[1]
@@ -187,8 +171,7 @@ def exits(model: Any, texts: list[Document] = TEXTS, **how: Any) -> ExitTrainer:
     return ExitTrainer(torch_rows(model), TrainingSettings("exits", (1, 2), **how), texts)
 
 
-@pytest.mark.parametrize("how", [{}, {"rank": 4}, {"head": "full"}, {"vocab": 9},
-                                 {"head": "full", "vocab": 9}])  # fmt: skip
+@pytest.mark.parametrize("how", [{}, {"vocab": 9}])
 def test_training_begins_at_the_logit_lens(model, access, how):
     trainer = exits(model, **how)
     hidden, _ = trainer._both(TEXTS[:3])
@@ -204,9 +187,8 @@ def test_training_begins_at_the_logit_lens(model, access, how):
 @pytest.mark.parametrize(
     "how",
     slow_but(
-        [{}, {"loss": "distill"}, {"rank": 16}, {"head": "full"}, {"vocab": 60},
-         {"vocab": 60, "loss": "distill"}],
-        lambda how: "head" in how or len(how) == 2,
+        [{}, {"loss": "distill"}, {"vocab": 60}, {"vocab": 60, "loss": "distill"}],
+        lambda how: len(how) == 2,
     ),
     ids=str,
 )  # fmt: skip
@@ -216,7 +198,6 @@ def test_training_beats_the_lens_on_held_out_text(model, access, how):
     before = trainer.reports(LogitLens(access), HELD)
     log = list(trainer.train(TEXTS))
     assert len(log) == 220
-    assert isinstance(trainer.heads, FullHeads if "head" in how else LightHeads)
     measured = trainer.agreement(HELD)
     for lens, own in zip(measured["lens"], measured["layers"], strict=True):
         assert own["agreement"] > lens["agreement"] + 0.03
@@ -261,11 +242,9 @@ def test_calibration_of_a_known_case(model):
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ({"head": "heavy"}, "head must be"), ({"loss": "soft"}, "loss must be"),
-        ({"rank": -1}, "rank"), ({"vocab": -1}, "vocab"), ({"batch": 0}, "batch"),
-        ({"lr": -1.0}, "lr"), ({"head": "full", "rank": 4}, "rank must be 0 for full heads"),
+        ({"loss": "soft"}, "loss must be"), ({"vocab": -1}, "vocab"), ({"batch": 0}, "batch"),
+        ({"lr": -1.0}, "lr"),
         ({"vocab": 98}, "at most the model's vocabulary, 97, got 98"),
-        ({"rank": 33}, "at most the hidden size, 32, got 33"),
     ],
     ids=str,
 )  # fmt: skip

@@ -101,7 +101,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_targets_that_give_no_states_are_refused() -> None:
-    with pytest.raises(SettingError, match="does not give them; choose runtime torch"):
+    with pytest.raises(SettingError, match="medusa runs on torch, and this target on scripted"):
         Medusa().build(Rows(ScriptedModel(torch.eye(4))), None)
     with pytest.raises(SettingError, match="decoder-only targets, and this one has an encoder"):
         Medusa().build(torch_rows(build_encoder_decoder("marian", decoder_layers=2)), None)

@@ -46,10 +46,10 @@ def test_summary_files_and_use(train, forerun, pair, text, tmp_path):
     assert said.json["compare"]["identical"]
 
 
-def test_document_and_full_heads(train, text):
-    result = train("--data", text, "--head", "full", "--tokens", "600", "--json")
+def test_a_document(train, text):
+    result = train("--data", text, "--tokens", "600", "--json")
     assert result.code == 0, result.err
-    assert (result.json["kind"], result.json["head"]) == ("exits", "full")
+    assert (result.json["kind"], result.json["head"]) == ("exits", "light")
     assert result.json["settings"]["loss"] == "hard"
 
 
@@ -89,9 +89,7 @@ def test_texts_in_json_lines_and_folders(train, text, tmp_path):
         (["--layers", "2,x"], "exits layers must be a whole number or text"),
         (["--layers", "3"], "layer 3 is the model's last and needs no head"),
         (["--layers", "1,1"], "exit layers must differ"),
-        (["--head", "heavy"], "head must be 'light' or 'full', got 'heavy'"),
         (["--loss", "soft"], "loss must be 'hard' or 'distill'"),
-        (["--rank", "33"], "rank must be at most the hidden size, 32, got 33"),
         (["--tokens", "0"], "tokens must be ≥ 1"),
     ],
 )

@@ -36,8 +36,6 @@ class BlockDrafter(RowsDrafter):
     def __init__(self, rows: Rows, vocab_size: int, width: int) -> None:
         self.rows, self.width, self._vocab = rows, width, vocab_size
         self.limit = rows.limit - width
-        self._answers: list[tuple[list[int], torch.Tensor] | None] = []
-        """Per row the text it was last asked about and `(n, V)` logits of what follows."""
 
     def ratio(self, target: Rows) -> float:
         """Target passes over the share of a pass that a proposed token takes."""
@@ -47,53 +45,35 @@ class BlockDrafter(RowsDrafter):
     def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         """Empty rows on the target's encoder states."""
         self.rows.join(len(prompts), max(map(len, prompts)) + room + self.width, sources)
-        self._answers.extend([None] * len(prompts))
-
-    def keep(self, rows: Sequence[int]) -> None:
-        super().keep(rows)
-        self._answers = [self._answers[row] for row in rows]
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """One pass for all places, then a token of each as far as the controllers want."""
         most = [min(n, self.width) for n in most]
-        places: list[torch.Tensor] = []
+        places = torch.empty(0)
 
         def ask(place: int, texts: Texts) -> torch.Tensor:
+            nonlocal places
             if place == 0:  # whose time the pass takes
-                places.extend(self._ask(texts, max(most)))
-            return torch.stack([row[min(place, len(row) - 1)] for row in places])
+                places = self._feed(texts, max(most))
+            return places[:, place]
 
         return step_by_step(ByPlace(ask), texts, most, guide)
 
-    def _ask(self, texts: Texts, count: int) -> list[torch.Tensor]:
-        """Per text at least `(count, V)` logits of its next places, zeros of no text; not asked
-        again for a text whose places are known."""
-        new: list[list[int] | None] = []
-        for text, answer in zip(texts, self._answers, strict=True):
-            known = answer is not None and answer[0] == text and len(answer[1]) >= count
-            new.append(None if known else text)
-        if any(text is not None for text in new):
-            self._feed(new, count)
-        blank = next(torch.zeros_like(answer[1][:1]) for answer in self._answers if answer)
-        return [
-            blank if text is None or answer is None else answer[1]
-            for text, answer in zip(texts, self._answers, strict=True)
-        ]
-
-    def _feed(self, new: Sequence[list[int] | None], count: int) -> None:
-        """One pass over what is new of these texts, and over the queries of their next places."""
-        if max(map(len, self._pieces(new))) > CHUNK:
-            self.follow([None if t is None else t[:-1] for t in new])
-        for row, text in enumerate(new):  # its last token says what comes first
+    def _feed(self, texts: Texts, count: int) -> torch.Tensor:
+        """`(rows, count, V)` logits of what follows each text: one pass over what is new of it, and
+        over the queries of its next places."""
+        if max(map(len, self._pieces(texts))) > CHUNK:
+            self.follow([text and text[:-1] for text in texts])
+        for row, text in enumerate(texts):  # its last token says what comes first
             if text is not None:
                 self.rows.rollback(row, len(text) - 1)
         queries = range(self._vocab, self._vocab + count - 1)
-        pieces = [[*piece, *queries] if piece else [] for piece in self._pieces(new)]
+        pieces = [[*piece, *queries] if piece else [] for piece in self._pieces(texts)]
         logits = self.rows.feed(pieces, [count if piece else 0 for piece in pieces])
-        for row, text in enumerate(new):
+        for row, text in enumerate(texts):
             if text is not None:
                 self.rows.rollback(row, len(text))
-                self._answers[row] = list(text), logits[row]
+        return logits
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.checks import between
-from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, Step, StepContext, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, StepContext, Texts
+from forerun.drafters.free import FreeDrafter, wanted
 from forerun.errors import SettingError, require
 from forerun.runtime.base import Rows
-from forerun.types import Token
 
 
 class ChainDrafter(Drafter):
     """Asks the first drafter, and the second where that has nothing, or not enough.
 
     Args:
-        first: one without a model, or rows, of its own.
+        first: one without a model.
         then: any other.
         enough: tokens of a draft of the first expected to be kept that go before the second's;
             governors know better.
@@ -28,7 +28,7 @@ class ChainDrafter(Drafter):
 
     has_distribution = False
 
-    def __init__(self, first: Drafter, then: Drafter, enough: float) -> None:
+    def __init__(self, first: FreeDrafter, then: Drafter, enough: float) -> None:
         self._first, self._then, self._enough = first, then, enough
         self._members = first, then
         self.target, self.caches, self.limit = then.target, then.caches, then.limit
@@ -76,15 +76,16 @@ class ChainDrafter(Drafter):
         """The first drafter's tokens in rows that prefer them, as far as policies want them; the
         second's in the others."""
         began = guide.clock()
-        known = self._first.propose(texts, most, _Certain(guide))
+        known = self._first.known(texts, most)
+        taken = set()
         for row, own in enumerate(known.tokens):
             kept = list(accumulate((token.chosen for token in known.shown[row]), mul))
             count = guide.free(row, kept, self._enough) if kept else len(own) or None
             if count is not None:
-                known.free.add(row)
-                del own[count:]
-        first = _offered(known, texts, most, guide)
-        first.free_seconds = guide.clock() - began
+                taken.add(row)
+            del own[count or 0 :]
+        first = wanted(known, texts, most, guide, free=True)
+        first.free, first.free_seconds = taken, guide.clock() - began
         rest = [None if row in first.free else text for row, text in enumerate(texts)]
         if all(text is None for text in rest):
             return first
@@ -98,56 +99,6 @@ class ChainDrafter(Drafter):
             first.free_seconds,
         )
         return out
-
-
-def _offered(known: Proposal, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
-    """Of what rows may have for nothing, what policies want."""
-    out = Proposal.none(len(texts))
-    out.free = known.free
-    active = [row for row in sorted(known.free) if known.tokens[row]]
-    ahead = [list(text or ()) for text in texts]
-    while active:
-        for row in active:
-            place = len(out.tokens[row])
-            shown = known.shown[row][place] if known.shown[row] else Token()
-            guide.note(row, known.tokens[row][place], shown, ahead[row], out)
-        going = guide.settle(active, most, out, free=True)
-        active = [row for row in going if len(out.tokens[row]) < len(known.tokens[row])]
-        out.free_steps += 1
-    return out
-
-
-class _Certain:
-    """Takes all that a drafter proposes, with all that it says of it."""
-
-    greedy: frozenset[str] | None = frozenset()
-
-    def __init__(self, guide: StepContext) -> None:
-        self.clock = guide.clock
-
-    def choose(
-        self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal
-    ) -> list[int]:
-        assert step.best is not None, "without a model there are no logits"
-        for row in active:
-            shown = {name: values[row][0] for name, values in step.best.signals.items()}
-            text = texts[row]
-            assert text is not None, "an active row has a text"
-            self.note(row, step.best.tokens[row][0], Token(**shown), text, proposal)
-        return list(active)
-
-    def note(self, row: int, token: int, shown: Token, text: list[int], proposal: Proposal) -> None:
-        proposal.tokens[row].append(token)
-        proposal.shown[row].append(shown)
-        text.append(token)
-
-    def settle(
-        self, active: list[int], most: Sequence[int], proposal: Proposal, free: bool = False
-    ) -> list[int]:
-        return [row for row in active if len(proposal.tokens[row]) < most[row]]
-
-    def free(self, row: int, kept: Sequence[float], enough: float) -> int | None:
-        return len(kept)
 
 
 @dataclass(frozen=True)
@@ -192,7 +143,7 @@ class Chain(DrafterSpec):
             SettingError: the first drafter has a model; whatever the two raise.
         """
         first = self.first.build(target, target_tokenizer)
-        if first.caches or first.target is not None or first.has_distribution or first.hears:
+        if not isinstance(first, FreeDrafter) or first.hears:
             raise SettingError(
                 "the first drafter of a chain must need no model: lookup, suffix, memory or rest; "
                 "write FIRST+THEN, like memory+eagle"

@@ -24,17 +24,17 @@ from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError
 from forerun.runtime import gguf
 from forerun.runtime.base import CHUNK, LOGITS, Best, Rows
-from forerun.runtime.drafts import TOKENS, draft_folder, load_draft, own_draft, read_about, spread
+from forerun.runtime.drafts import draft_folder, own_draft, read_about, spread
 from forerun.runtime.eagle import (
     KIND,
     EagleHead,
     HeadExecutor,
     StateReader,
     facts_of,
-    head_of,
-    shapes,
+    load_eagle,
 )
 from forerun.runtime.states import States
+from forerun.runtime.support import check_decoder_only
 
 HEADS = Path(__file__).parent / "heads"
 """Heads that ship, by the hashes of tokenizer and target."""
@@ -174,26 +174,14 @@ class Eagle(DrafterSpec):
             SettingError: no head comes with the target, or its runtime gives no states.
             ModelError: the head is damaged or another target's.
         """
-        if target.facts.source_limit is not None:
-            raise SettingError(
-                "eagle is for decoder-only targets, and this one has an encoder; use lookup, or "
-                "what forerun train-draft makes for it (shared, block)"
-            )
+        check_decoder_only(target, KIND)
         path = self.path or own_draft(target.facts.name, KIND)
         if path is None and hasattr(target_tokenizer, "get_vocab"):
             path = shipped_head(target.facts.identity, tokens_of(target_tokenizer))
         folder = draft_folder(target.facts.name, KIND, path)
         states = target.executor.tap(_depths(folder))
-        _, tensors = load_draft(
-            folder,
-            KIND,
-            lambda about, own: shapes(about, own, states.width),
-            target.executor.module(),
-            target.vocab_size,
-        )
-        head = head_of(tensors)
-        rows = head_rows(head, target, folder)
-        return EagleDrafter(target, states, head, tensors[TOKENS], rows)
+        head, tokens = load_eagle(folder, target, states.width)
+        return EagleDrafter(target, states, head, tokens, head_rows(head, target, folder))
 
 
 def _depths(folder: str) -> tuple[int, ...]:

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.eagle import EagleDrafter
-from forerun.errors import SettingError, require
+from forerun.errors import require
 from forerun.runtime.base import Rows
 from forerun.runtime.eagle import HeadExecutor, facts_of
 from forerun.runtime.eagle3 import depths_of, load_head, read_config
+from forerun.runtime.support import check_decoder_only
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class Eagle3(DrafterSpec):
             SettingError: the target's runtime gives no states, or has no such depths.
             ModelError: the head is damaged, another target's, or of a form that is not read.
         """
-        if target.facts.source_limit is not None:
-            raise SettingError("eagle3 is for decoder-only targets, and this one has an encoder")
+        check_decoder_only(target, "eagle3")
         depths = depths_of(read_config(self.path), target.facts.layers)
         states = target.executor.tap(depths)
         head, tokens = load_head(self.path, target, states.width, len(depths))

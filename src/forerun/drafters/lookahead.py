@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from forerun.checks import flag, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, StepContext, Texts
+from forerun.drafters.base import Drafter, DrafterSpec, Prompts
+from forerun.drafters.free import FreeDrafter
 
 Run = tuple[int, ...]
 """Tokens that follow each other."""
@@ -32,39 +32,20 @@ class _LookaheadRow:
     """Tokens of the text whose n-grams are in the pool."""
 
 
-class LookaheadDrafter(Drafter):
+class LookaheadDrafter(FreeDrafter):
     """Jacobi iteration in the passes that verify, and a pool of the n-grams it runs through."""
 
-    has_distribution = False
-    blind = True
     hears = True
 
     def __init__(self, width: int, n: int, text: bool = True, fill: bool = True) -> None:
+        super().__init__()
         self._width, self._n, self._text, self._fill = width, n, text, fill
-        self._rows: list[_LookaheadRow] = []
 
-    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
-        """A pool per new row; with an encoder, the source's n-grams are in it like a prompt's."""
-        for source in sources or [()] * len(prompts):
-            row = _LookaheadRow()
-            if self._text:
-                self._collect(row, source, 0)
-            self._rows.append(row)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Reorder; a row that is kept twice gets a pool of its own."""
-        old = self._rows
-        self._rows = [
-            deepcopy(old[row]) if row in rows[:i] else old[row] for i, row in enumerate(rows)
-        ]
-
-    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
-        """N-grams of the pool as far as one begins where the last ends, then guesses."""
-        out = Proposal.none(len(texts))
-        for i, text in enumerate(texts):
-            if text is not None:
-                out.tokens[i] = self._draft(self._rows[i], text, min(most[i], self._width))
-        return out
+    def fresh(self, source: Sequence[int]) -> _LookaheadRow:
+        row = _LookaheadRow()
+        if self._text:
+            self._collect(row, source, 0)
+        return row
 
     def hear(self, texts: Prompts, fed: Prompts, answers: Prompts) -> None:
         """One iteration: what was said behind a guess is the next place's guess from now on.
@@ -84,22 +65,24 @@ class LookaheadDrafter(Drafter):
             for place in [place for place in row.guesses if place <= begin]:
                 del row.guesses[place]
 
-    def _draft(self, row: _LookaheadRow, text: Sequence[int], most: int) -> list[int]:
+    def draft(self, row: int, text: list[int], most: int) -> tuple[list[int], list[float]]:
+        """N-grams of the pool as far as one begins where the last ends, then guesses."""
+        seen, most = self._rows[row], min(most, self._width)
         if self._text:
-            self._collect(row, text, row.covered)
-            row.covered = max(row.covered, len(text))
-        row.begin, row.drafted = len(text), []
-        runs, last = row.drafted, text[-1]
-        while len(runs) < most and (rest := row.pool.get(last)) is not None:
+            self._collect(seen, text, seen.covered)
+            seen.covered = max(seen.covered, len(text))
+        seen.begin, seen.drafted = len(text), []
+        runs, last = seen.drafted, text[-1]
+        while len(runs) < most and (rest := seen.pool.get(last)) is not None:
             runs += [(last, *rest[: i + 1])[-self._n :] for i in range(len(rest))]
             last = rest[-1]
         for place in range(len(text) + len(runs), len(text) + most):
-            run = row.guesses.get(place)
+            run = seen.guesses.get(place)
             if run is None and not self._fill:
                 break
             runs.append(run or (text[place * STRIDE % len(text)],))
         del runs[most:]
-        return [run[-1] for run in runs]
+        return [run[-1] for run in runs], []
 
     def _collect(self, row: _LookaheadRow, text: Sequence[int], covered: int) -> None:
         """The n-grams of a text that end beyond `covered`."""

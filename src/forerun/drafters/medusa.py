@@ -12,11 +12,11 @@ import torch
 from forerun.checks import draft_path, whole
 from forerun.drafters.base import Drafter, DrafterSpec, Proposal, StepContext, Texts
 from forerun.drafters.stepping import ByPlace, step_by_step
-from forerun.errors import SettingError
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import draft_folder, spread
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.medusa import KIND, MedusaHeads, load_medusa
+from forerun.runtime.support import model_on_torch
 
 
 class MedusaDrafter(Drafter):
@@ -44,33 +44,28 @@ class MedusaDrafter(Drafter):
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """A token of each head in turn, as far as the controllers want."""
-        states: dict[int, torch.Tensor] = {}
+        left: dict[int, torch.Tensor] = {}
         for row, text in enumerate(texts):
             if text is not None and len(text) > 1:
-                left = self._states.read(row, len(text) - 2, len(text) - 1)
-                if len(left):
-                    states[row] = self._access.norm(left[0])
-        if not states:
+                states = self._states.read(row, len(text) - 2, len(text) - 1)
+                if len(states):
+                    left[row] = states[0]
+        if not left:
             return Proposal.none(len(texts))
-        known = [text if row in states else None for row, text in enumerate(texts)]
+        known = [text if row in left else None for row, text in enumerate(texts)]
         most = [min(n, self._width) for n in most]
+        hidden, vocab = self._access.norm(torch.stack([*left.values()])), self.target.vocab_size
 
         def ask(head: int, texts: Texts) -> torch.Tensor:
-            asked = {row: state for row, state in states.items() if texts[row] is not None}
-            return self._ask(head, asked, len(texts))
+            began = time.perf_counter()
+            logits = spread(self._heads.logits(head, hidden), self._heads.tokens, vocab)
+            if len(left) < len(texts):
+                asked, logits = logits, logits.new_zeros(len(texts), vocab)
+                logits[[*left]] = asked
+            self.seconds += time.perf_counter() - began
+            return logits
 
         return step_by_step(ByPlace(ask), known, most, guide)
-
-    def _ask(self, head: int, states: dict[int, torch.Tensor], rows: int) -> torch.Tensor:
-        """`(rows, V)` logits of a head; −inf for what it cannot say, nothing in other rows."""
-        began, where = time.perf_counter(), list(states)
-        logits = self._heads.logits(head, torch.stack(list(states.values())))
-        out = spread(logits, self._heads.tokens, self.target.vocab_size)
-        if len(where) < rows:
-            asked, out = out, out.new_zeros(rows, self.target.vocab_size)
-            out[where] = asked
-        self.seconds += time.perf_counter() - began
-        return out
 
 
 @dataclass(frozen=True)
@@ -104,21 +99,11 @@ class Medusa(DrafterSpec):
         """The drafter, on the target's states.
 
         Raises:
-            SettingError: the target's runtime gives no hidden states, or there are no heads.
+            SettingError: the target has an encoder or is not run by torch, or there are no heads.
             ModelError: heads that are damaged or another target's.
             UnsupportedModelError: the target's final norm cannot be called.
         """
-        if target.facts.source_limit is not None:
-            raise SettingError(
-                "medusa is for decoder-only targets, and this one has an encoder; use lookup, or "
-                "what forerun train-draft makes for it (shared, block)"
-            )
-        model, kind = target.executor.module(), target.facts.executor
-        if model is None or kind != "torch":
-            raise SettingError(
-                f"medusa reads the target's last hidden states; runtime {kind} does not give them; "
-                "choose runtime torch, or a draft without heads (lookup, a draft model)"
-            )
+        model = model_on_torch(target, KIND)
         heads = load_medusa(model, draft_folder(target.facts.name, KIND, self.path))
         count = heads.count if self.heads is None else min(self.heads, heads.count)
         return MedusaDrafter(target, LayerAccess(model), heads, count)

@@ -9,10 +9,10 @@ import torch
 
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.eagle import EagleDrafter
-from forerun.errors import SettingError
-from forerun.runtime.base import Facts, Rows
-from forerun.runtime.eagle import HeadExecutor
+from forerun.runtime.base import Rows
+from forerun.runtime.eagle import HeadExecutor, facts_of
 from forerun.runtime.mtp import MtpHead
+from forerun.runtime.support import model_on_torch
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,9 @@ class MTP(DrafterSpec):
             UnsupportedModelError: a layer that is not served.
             ModelError: it cannot be loaded.
         """
-        model = target.executor.module()
-        if model is None or target.facts.source_limit is not None:
-            raise SettingError(
-                "mtp is for decoder-only targets on the runtime torch, and this one runs on "
-                f"{target.facts.executor or 'none'}"
-            )
-        head = MtpHead(model)
+        head = MtpHead(model_on_torch(target, "mtp"))
         states = target.executor.tap([target.facts.layers])
-        facts = Facts(
-            vocab_size=target.vocab_size,
-            limit=target.limit,
-            layers=1,
-            weights=head.weights,
-            token_bytes=target.facts.token_bytes // max(target.facts.layers, 1),
-            executor="torch",
-            name=target.facts.name,
-        )
+        head.token_bytes = target.facts.token_bytes // max(target.facts.layers, 1)
+        facts = facts_of(head, target.vocab_size, target, target.facts.name)
         rows = Rows(HeadExecutor(head, facts, target.device))
         return EagleDrafter(target, states, head, torch.arange(target.vocab_size), rows)

@@ -9,27 +9,22 @@ from typing import Any, ClassVar
 import numpy as np
 
 from forerun.checks import whole
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal, StepContext, Texts
+from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.datastore import SORTED, Datastore
+from forerun.drafters.free import FreeDrafter
 from forerun.errors import ModelError, require
 
 
-class RESTDrafter(Drafter):
+class RESTDrafter(FreeDrafter):
     """Proposes what most often follows the text's last tokens in a datastore."""
 
-    has_distribution = False
-    blind = True
-
     def __init__(self, store: Datastore, n: int, least: int, most: int) -> None:
+        super().__init__()
         self._store, self._n, self._least, self._most = store, n, least, most
 
-    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
+    def draft(self, row: int, text: list[int], most: int) -> tuple[list[int], list[float]]:
         """The most frequent continuation of the longest run that occurs."""
-        out = Proposal.none(len(texts))
-        for row, text in enumerate(texts):
-            if text is not None:
-                out.tokens[row] = self._store.follow(self._match(text), most[row])
-        return out
+        return self._store.follow(self._match(text), most), []
 
     def _match(self, text: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Places after the longest run of the last tokens that occurs, at most `most` of them."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from forerun.checks import between, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, Step, StepContext, Texts
+from forerun.drafters.base import Drafter, DrafterSpec
+from forerun.drafters.free import FreeDrafter
 from forerun.drafters.ngrams import Guess, NGrams, follow
-from forerun.drafters.stepping import step_by_step
-from forerun.runtime.base import Best
-from forerun.types import Stop
 
 MOST_PLACES = 32
 """Newest earlier occurrences of a token, or of a pair, that are looked at."""
@@ -22,8 +18,6 @@ MISS_WEIGHT = 2.4
 PRIOR, PRIOR_EXPONENT = 3.0, 1.5
 """of a match of m tokens the hits `3·m^−1.5` that something else is taken to have: both fitted to
 texts of SmolLM2 on prompts of six kinds."""
-LEAST_PROBABILITY = 1e-6
-"""And one less this is the most: log-odds stay finite."""
 
 
 class Occurrences:
@@ -34,55 +28,60 @@ class Occurrences:
         self._places: dict[int | tuple[int, int], list[int]] = {}
         self._covered = 1
 
+    def whole(self, text: Sequence[int]) -> Sequence[int]:
+        """A text behind its source."""
+        return [*self._source, *text] if self._source else text
+
     def cover(self, text: Sequence[int]) -> None:
         """Take in what the text has grown by."""
-        whole = self._whole(text)
+        whole = self.whole(text)
         for place in range(self._covered, len(whole)):
             self._places.setdefault(whole[place - 1], []).append(place)
             if place > 1:
                 self._places.setdefault((whole[place - 2], whole[place - 1]), []).append(place)
         self._covered = max(self._covered, len(whole))
 
-    def follow(self, text: Sequence[int], longest: int) -> Guess | None:
-        """What most often followed the longest earlier match of the end of a text.
+    def match(self, whole: Sequence[int], longest: int) -> tuple[int, list[int]]:
+        """The longest earlier match of the end of a text.
 
         Args:
-            text: a text that was covered, and what is drafted behind it.
+            whole: a text that was covered and what is drafted behind it, source included.
             longest: most tokens of a match that count.
+
+        Returns:
+            Its tokens, and the places that follow its newest occurrences, rising; 0 and none.
         """
-        whole = self._whole(text)
-        places = self._places.get((whole[-2], whole[-1])) if len(whole) > 1 else None
-        matched = 2 if places else 1
-        places = places or self._places.get(whole[-1])
-        if places is None:
-            return None
-        hits: dict[int, int] = {}
-        best, last = 0, len(whole) - 1
-        for place in places[-MOST_PLACES:]:
+        pair = longest > 1 and len(whole) > 1 and self._places.get((whole[-2], whole[-1]))
+        matched, last = 1 + bool(pair), len(whole) - 1
+        best, found = 0, []
+        for place in (pair or self._places.get(whole[-1], []))[-MOST_PLACES:]:
             length = matched
             while length < longest and length < place:
                 if whole[place - 1 - length] != whole[last - length]:
                     break
                 length += 1
             if length > best:
-                best, hits = length, {}
-            if length == best:  # of equally frequent ones the newest is last
-                hits[whole[place]] = hits.pop(whole[place], 0) + 1
+                best, found = length, []
+            if length == best:
+                found.append(place)
+        return best, found
+
+    def follow(self, text: Sequence[int], longest: int) -> Guess | None:
+        """What most often followed the longest earlier match of the end of a text; see `match`."""
+        whole = self.whole(text)
+        length, places = self.match(whole, longest)
+        if not places:
+            return None
+        hits: dict[int, int] = {}
+        for place in places:  # of equally frequent ones the newest is last
+            hits[whole[place]] = hits.pop(whole[place], 0) + 1
         token = max(reversed(hits), key=hits.__getitem__)
-        hit = hits[token]
-        misses = sum(hits.values()) - hit
-        prior = PRIOR * best**-PRIOR_EXPONENT
-        return Guess(token, hit / (hit + MISS_WEIGHT * misses + prior))
-
-    def _whole(self, text: Sequence[int]) -> Sequence[int]:
-        return [*self._source, *text] if self._source else text
+        hit, prior = hits[token], PRIOR * length**-PRIOR_EXPONENT
+        return Guess(token, hit / (hit + MISS_WEIGHT * (len(places) - hit) + prior))
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(FreeDrafter):
     """Drafts the surest continuation by counts of this text, and of tables if there are any.
-
-    Its tokens are certain to the rule; controllers are shown the estimated probabilities, as if all
-    else were one other token.
 
     Args:
         n: most tokens of a match that count.
@@ -91,9 +90,6 @@ class SuffixDrafter(Drafter):
         learn: told of every request's text in the end, if anyone is.
     """
 
-    has_distribution = False
-    blind = True
-
     def __init__(
         self,
         n: int,
@@ -101,66 +97,30 @@ class SuffixDrafter(Drafter):
         tables: Sequence[NGrams] = (),
         learn: Callable[[Sequence[int], int], None] | None = None,
     ) -> None:
+        super().__init__()
         self._n, self._least, self._tables, self._learn = n, least, tables, learn
-        self._rows: list[Occurrences] = []
-        self._kept: list[float] = []
-        """Per row the estimated probability that the draft so far is kept."""
 
-    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
-        """Counts per new row, with its source in them."""
-        self._rows.extend(Occurrences(source) for source in sources or [()] * len(prompts))
+    def fresh(self, source: Sequence[int]) -> Occurrences:
+        return Occurrences(source)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        old = self._rows
-        self._rows = [
-            deepcopy(old[row]) if row in rows[:i] else old[row] for i, row in enumerate(rows)
-        ]
-
-    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
-        """Token by token, as controllers want it."""
-        for row, text in zip(self._rows, texts, strict=True):
-            if text is not None:
-                row.cover(text)
-        self._kept = [1.0] * len(texts)
-        return step_by_step(self, texts, most, guide)
+    def draft(self, row: int, text: list[int], most: int) -> tuple[list[int], list[float]]:
+        """The surer of what this text and what tables say, until the draft is too doubtful."""
+        seen, ahead = self._rows[row], list(text)
+        seen.cover(text)
+        chances: list[float] = []
+        kept = 1.0
+        while len(chances) < most:
+            guesses = filter(None, (seen.follow(ahead, self._n), follow(self._tables, ahead)))
+            best = max(guesses, key=lambda guess: guess.probability, default=None)
+            if best is None or (kept := kept * best.probability) < self._least:
+                break
+            ahead.append(best.token)
+            chances.append(best.probability)
+        return ahead[len(text) :], chances
 
     def learn(self, text: Sequence[int], prompt: int) -> None:
         if self._learn is not None:
             self._learn(text, prompt)
-
-    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
-        """The surest token behind each text."""
-        guesses = [None if text is None else self._guess(i, text) for i, text in enumerate(texts)]
-        shown: dict[str, list[list[float]]] = {}
-        for guess in guesses:
-            for name, value in _signals(guess.probability if guess else 0.5).items():
-                shown.setdefault(name, []).append([value])
-        tokens = [[guess.token if guess else 0] for guess in guesses]
-        ended = [None if guess else Stop.EXHAUSTED for guess in guesses]
-        return Step(best=Best(tokens, shown, [[True]] * len(texts)), ended=ended)
-
-    def _guess(self, row: int, text: Sequence[int]) -> Guess | None:
-        """The surer of what this text and what tables say, unless the draft is too doubtful."""
-        guesses = self._rows[row].follow(text, self._n), follow(self._tables, text)
-        best = max(filter(None, guesses), key=lambda guess: guess.probability, default=None)
-        if best is not None:
-            self._kept[row] *= best.probability
-        return best if self._kept[row] >= self._least else None
-
-
-def _signals(probability: float) -> dict[str, float]:
-    """What a distribution over two tokens says of one with this probability."""
-    likely = min(max(probability, LEAST_PROBABILITY), 1 - LEAST_PROBABILITY)
-    other = 1 - likely
-    entropy = -likely * math.log(likely) - other * math.log(other)
-    return {
-        "top1": max(likely, other),
-        "chosen": likely,
-        "entropy": entropy,
-        "normalized_entropy": entropy / math.log(2),
-        "logit_margin": max(math.log(likely / other), 0.0),
-        "softmax_margin": max(1 - other / likely, 0.0),
-    }
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,33 +104,17 @@ def load_draft(
     Warns:
         ForerunWarning: it was trained for another target of the same sizes.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     about = read_about(folder, kind)
+    tensors = widened(read_tensors(folder, [Path(folder).expanduser() / WEIGHTS]))
     try:
-        mapped = load_file(str(Path(folder).expanduser() / WEIGHTS))
-        tensors = widened({name: unmapped(tensor) for name, tensor in mapped.items()})
         wanted = shapes(about, tensors)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         why = first_line(error)
         raise ModelError(f"cannot read the weights in {str(folder)!r}: {why}") from error
-    if damaged := [n for n, t in tensors.items() if not bool(t.isfinite().all())]:
-        raise ModelError(
-            f"the draft in {str(folder)!r} is damaged: {damaged[0]} holds NaN or infinity; train "
-            "it again"
-        )
     tokens = tensors.get(TOKENS)
     good = tokens is None or (len(tokens) and 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab_size)
-    own = {name: tuple(t.shape) for name, t in tensors.items() if name != TOKENS}
-    if not good or own != dict(wanted):
-        differing = sorted(n for n in own.keys() | wanted.keys() if own.get(n) != wanted.get(n))
-        first = differing[0] if differing else TOKENS
-        raise ModelError(
-            f"the draft in {str(folder)!r} does not fit this target: {first} is "
-            f"{own.get(first, 'missing')}, wanted {wanted.get(first, 'ids of this vocabulary')}; "
-            f"it was trained for another one (fingerprint {about.target})"
-        )
+    own = {name: tensor for name, tensor in tensors.items() if name != TOKENS}
+    check_shapes(folder, own, wanted if good else {**wanted, TOKENS: "ids of this vocabulary"})
     if model is not None and about.target not in (None, fingerprint(model)):
         warnings.warn(
             f"the draft in {str(folder)!r} was trained for another target (or for this one in "
@@ -139,6 +123,36 @@ def load_draft(
             stacklevel=4,
         )
     return about, tensors
+
+
+def read_tensors(folder: str | Path, files: Sequence[Path]) -> Tensors:
+    """All tensors of a folder's files, on the CPU; `ModelError` if they are damaged."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    out: Tensors = {}
+    try:
+        for file in files:
+            out |= {name: unmapped(tensor) for name, tensor in load_file(str(file)).items()}
+    except (OSError, ValueError, SafetensorError) as error:
+        why = first_line(error)
+        raise ModelError(f"cannot read the weights in {str(folder)!r}: {why}") from error
+    if damaged := [n for n, t in out.items() if not bool(t.isfinite().all())]:
+        what = f"the draft in {str(folder)!r} is damaged"
+        raise ModelError(f"{what}: {damaged[0]} holds NaN or infinity")
+    return out
+
+
+def check_shapes(folder: str | Path, own: Tensors, wanted: Mapping[str, object]) -> None:
+    """Refuse tensors of other names or shapes: raises `ModelError`."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    if differing := sorted(n for n in {*shapes, *wanted} if shapes.get(n) != wanted.get(n)):
+        first = differing[0]
+        raise ModelError(
+            f"the draft in {str(folder)!r} does not fit this target: {first} is "
+            f"{shapes.get(first, 'missing')}, wanted {wanted.get(first, 'none')}; it was trained "
+            "for another one"
+        )
 
 
 def fill(own: Mapping[str, torch.Tensor], folder: str | Path, kind: str, model: Any) -> None:

@@ -4,7 +4,7 @@ behind the drafter `eagle`."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from forerun.runtime.base import Facts, Pieces, Rows
 from forerun.runtime.cache import CachedExecutor, RowCache
-from forerun.runtime.drafts import About, Tensors
+from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft
 from forerun.runtime.states import States
 from forerun.runtime.trees import Parents
 
@@ -35,6 +35,10 @@ class StateReader(ABC):
     """D, of the states that it reads within a draft: its own outputs."""
     reads: int
     """Ids that it can read, from 0 on: all of the target's, or those of a cut vocabulary."""
+    weights: int
+    """Parameters that a step reads; a projection of states is not of a step."""
+    token_bytes: int = 0
+    """Of its keys and values."""
     first: int = 0
     """Place of the first token that others see: 1 if none is read that has no state before it."""
 
@@ -125,6 +129,12 @@ class StateHead(nn.Module, StateReader):
         self.gate_up = nn.Linear(width, 2 * inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
         self.register_buffer("rates", torch.tensor(form.rates), persistent=False)
+        self.token_bytes = 8 * form.key_heads * form.head_width
+
+    @property
+    def weights(self) -> int:  # type: ignore[override]
+        parts = self.named_parameters()
+        return sum(p.numel() for name, p in parts if not name.startswith("fuse"))
 
     @abstractmethod
     def entered(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,28 +236,25 @@ def rms(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
-def shapes(about: About, tensors: Tensors, width: int) -> Mapping[str, tuple[int, ...]]:
-    """Shapes that the tensors of a head must have, by its own sizes and H, the target's width.
+def load_eagle(folder: str, target: Rows, width: int) -> tuple[EagleHead, torch.Tensor]:
+    """The head in a folder, for inference, and the `(V,)` ids of the tokens that it says; raises
+    and warns as `load_draft`. H is the width of the target's states."""
+    made: list[EagleHead] = []
 
-    Raises:
-        KeyError, ValueError: it has none of the tensors that say its sizes, or odd ones.
-    """
-    (d,), (_, inner) = tensors["norm.weight"].shape, tensors["down.weight"].shape
-    if d % HEAD:
-        raise ValueError(f"its width, {d}, is no multiple of {HEAD}")
-    vocab = len(tensors["tokens"])
-    with torch.device("meta"):
-        made = EagleHead(d, inner, vocab, len(about.settings["depths"]) * width)
-    return {name: tuple(value.shape) for name, value in made.state_dict().items()}
+    def shapes(about: About, tensors: Tensors) -> dict[str, tuple[int, ...]]:
+        (d,), (_, inner) = tensors["norm.weight"].shape, tensors["down.weight"].shape
+        if d % HEAD:
+            raise ValueError(f"its width, {d}, is no multiple of {HEAD}")
+        with torch.device("meta"):
+            states = len(about.settings["depths"]) * width
+            made.append(EagleHead(d, inner, len(tensors[TOKENS]), states))
+        return {name: tuple(value.shape) for name, value in made[0].state_dict().items()}
 
-
-def head_of(tensors: Tensors) -> EagleHead:
-    """The head with these tensors, `tokens` left out, for inference."""
-    own = {name: tensor.float() for name, tensor in tensors.items() if name != "tokens"}
-    (width, states), inner = own["fuse.weight"].shape, own["down.weight"].shape[1]
-    head = EagleHead(width, inner, len(own["embedding.weight"]) - 1, states)
-    head.load_state_dict(own)
-    return head.eval().requires_grad_(False)
+    _, tensors = load_draft(folder, KIND, shapes, target.executor.module(), target.vocab_size)
+    tokens = tensors.pop(TOKENS)
+    made[0].load_state_dict({n: t.float() for n, t in tensors.items()}, assign=True)
+    made[0].rates = torch.tensor(ROTARY)
+    return made[0].eval().requires_grad_(False), tokens
 
 
 class HeadExecutor(CachedExecutor):
@@ -294,16 +301,14 @@ class HeadExecutor(CachedExecutor):
         return out
 
 
-def facts_of(head: StateHead, vocab: int, target: Rows, name: str) -> Facts:
-    """What there is to know of a head on a target that says `vocab` tokens; its projection of
-    states is not of a step."""
-    parts = head.named_parameters()
+def facts_of(head: StateReader, vocab: int, target: Rows, name: str) -> Facts:
+    """What there is to know of a head on a target that says `vocab` tokens."""
     return Facts(
         vocab_size=vocab,
         limit=target.limit,
         layers=1,
-        weights=sum(p.numel() for name, p in parts if not name.startswith("fuse")),
-        token_bytes=8 * head.form.key_heads * head.form.head_width,
+        weights=head.weights,
+        token_bytes=head.token_bytes,
         executor="torch",
         name=name,
     )

@@ -14,8 +14,9 @@ from torch import nn
 
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Rows
+from forerun.runtime.drafts import check_shapes, read_tensors
 from forerun.runtime.eagle import HeadForm, Norm, StateHead, rms
-from forerun.runtime.packing import dense, unmapped
+from forerun.runtime.packing import dense
 
 CONFIG = "config.json"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -150,7 +151,7 @@ def load_head(
     form = replace(form, head_norms="query_norm.weight" in own)
     with torch.device("meta"):
         head = Eagle3Head(form, flags, table.to(target.device), count, width * depths)
-    _check(folder, own, {name: tuple(t.shape) for name, t in head.state_dict().items()})
+    check_shapes(folder, own, {name: tuple(t.shape) for name, t in head.state_dict().items()})
     head.load_state_dict(own, assign=True)
     head.rates = torch.tensor(form.rates)
     return head.to(target.device).eval().requires_grad_(False), tokens
@@ -252,9 +253,6 @@ def _form(folder: str, config: Mapping[str, Any]) -> tuple[HeadForm, Set[str]]:
 
 def _tensors(folder: str) -> dict[str, torch.Tensor]:
     """All tensors of a folder by the authors' names, the one layer's without its number."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     files = sorted(Path(folder).expanduser().glob("*.safetensors"))
     if not files:
         pickled = Path(folder, "pytorch_model.bin").is_file()
@@ -264,14 +262,7 @@ def _tensors(folder: str) -> dict[str, torch.Tensor]:
             "'model.safetensors') makes one"
         )
         raise ModelError(f"{folder!r} holds no .safetensors{hint if pickled else ''}")
-    out: dict[str, torch.Tensor] = {}
-    try:
-        for file in files:
-            out |= {name: unmapped(tensor) for name, tensor in load_file(str(file)).items()}
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read the weights in {folder!r}: {error}") from error
-    if damaged := [n for n, t in out.items() if not bool(t.isfinite().all())]:
-        raise ModelError(f"the head in {folder!r} is damaged: {damaged[0]} holds NaN or infinity")
+    out = read_tensors(folder, files)
     short = {n.removeprefix("midlayer.").removeprefix("layers.0."): t for n, t in out.items()}
     return {n: t for n, t in short.items() if not n.startswith(ASIDE) and "rotary_emb" not in n}
 
@@ -300,19 +291,6 @@ def _of_target(folder: str, target: Rows, method: str, what: str) -> torch.Tenso
         )
     table: torch.Tensor = dense(getattr(model, method)().weight).detach()
     return table
-
-
-def _check(
-    folder: str, own: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Refuse tensors of other names or shapes."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    if differing := sorted(n for n in {*shapes, *wanted} if shapes.get(n) != wanted.get(n)):
-        first = differing[0]
-        raise ModelError(
-            f"the head in {folder!r} does not fit this target: {first} is "
-            f"{shapes.get(first, 'missing')}, wanted {wanted.get(first, 'none')}"
-        )
 
 
 def _unread(folder: str, what: str) -> ModelError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import ForerunWarning, UnsupportedModelError
+from forerun.runtime import torch_executor
 from forerun.runtime.attention import additive, hidden_columns, positions_of_columns
 from forerun.runtime.base import Executor, Facts, Pieces
-from forerun.runtime.cache import CachedExecutor, RowCache, cache_argument
+from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.placement import placement_of
 from forerun.runtime.probe import prove
 from forerun.runtime.sources import CrossAttention, Encoder, SourceCache, layers_of, projections
@@ -22,7 +24,6 @@ from forerun.runtime.support import (
     PROVEN_ENCODER_DECODER,
     check_supported,
     decoder_limit,
-    end_of_text,
 )
 from forerun.runtime.trees import Parents, trees_of
 
@@ -36,7 +37,7 @@ class OwnCache(RowCache):
         return 0
 
 
-class EncoderDecoderExecutor(CachedExecutor):
+class EncoderDecoderExecutor(torch_executor.PaddedExecutor):
     """Runs the decoder of an encoder-decoder model over rows that each have a source.
 
     The encoder reads a source once, when its row joins; the cross-attention's keys are made then
@@ -55,7 +56,6 @@ class EncoderDecoderExecutor(CachedExecutor):
     """
 
     copies = False  # what a row holds depends on its source
-    trees = True
 
     def __init__(
         self, model: Any, encoder: Encoder | None = None, own_settings: bool = True
@@ -76,17 +76,14 @@ class EncoderDecoderExecutor(CachedExecutor):
         # Not None, so that layers attend to the source; never read, as the keys are cached.
         unread = torch.zeros(1, 1, model.config.d_model, device=self.device, dtype=self.dtype)
         self._unread = BaseModelOutput(last_hidden_state=unread)
-        self._head = model.get_output_embeddings()
         self.banned = banned(model, self.facts.vocab_size) if own_settings else []
         """Tokens that the model's generation settings rule out; their logits are −inf."""
+        self._head = model.get_output_embeddings()
         self._across: tuple[list[int], torch.Tensor] | None = None
         if own_settings and encoder is None:
             warn_of_settings(model)
         if encoder is None and model.config.model_type not in PROVEN_ENCODER_DECODER:
             prove(self, model)
-
-    def module(self) -> Any:
-        return self.model
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         super().keep(rows, lengths)
@@ -108,31 +105,6 @@ class EncoderDecoderExecutor(CachedExecutor):
         """The draft reads what this one's encoder read."""
         return EncoderDecoderExecutor(model, self.cross.encoder)
 
-    def run(
-        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
-    ) -> torch.Tensor:
-        """One padded pass of the rows with something to feed."""
-        rows = [row for row, piece in enumerate(pieces) if piece]
-        most = max(wanted, default=0)
-        shape = len(pieces), most, self.facts.vocab_size
-        if not rows:
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        logits = self._pass(
-            rows,
-            [starts[row] for row in rows],
-            [pieces[row] for row in rows],
-            [wanted[row] for row in rows],
-            [parents[row] for row in rows] if parents else (),
-        )
-        if self.banned:
-            banned = torch.tensor(self.banned, device=self.device)
-            logits = logits.index_fill(-1, banned, -torch.inf)
-        if len(rows) == len(pieces):
-            return logits
-        out = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        out[rows] = logits
-        return out
-
     def _pass(
         self,
         rows: list[int],
@@ -141,9 +113,8 @@ class EncoderDecoderExecutor(CachedExecutor):
         wanted: Sequence[int],
         parents: Parents,
     ) -> torch.Tensor:
-        """One forward of these rows, whose other arguments come in their order."""
         counts = [len(piece) for piece in pieces]
-        width, most = max(counts), max(wanted)
+        width = max(counts)
         columns = self.cache.open(rows, starts, width, self.device)
         begin = torch.tensor(starts, device=self.device)[:, None]
         places = begin + torch.arange(width, device=self.device)
@@ -151,19 +122,20 @@ class EncoderDecoderExecutor(CachedExecutor):
         queries = places if tree is None else tree[0]
         keys = positions_of_columns(places, columns, tree)
         hidden = hidden_columns(places, columns, None, tree)
-        padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
         across = self._open_sources(rows)
         with self.placement.placed(queries, keys, hidden) as mask, self._picked(counts, wanted):
             logits: torch.Tensor = self.model(
                 encoder_outputs=self._unread,
                 attention_mask=across,
-                decoder_input_ids=torch.tensor(padded, device=self.device),
+                decoder_input_ids=self._ids(pieces),
                 decoder_attention_mask=mask,
                 **self._cached,
             ).logits
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the caller reads the result at once anyway
-        return logits[:, :most]
+        self._wait()
+        if self.banned:
+            ruled_out = torch.tensor(self.banned, device=self.device)
+            logits = logits.index_fill(-1, ruled_out, -torch.inf)
+        return logits[:, : max(wanted)]
 
     def _open_sources(self, rows: list[int]) -> torch.Tensor:
         """Show these rows' sources; the additive mask `(rows, 1, 1, columns)` over them."""
@@ -176,18 +148,17 @@ class EncoderDecoderExecutor(CachedExecutor):
 
     @contextmanager
     def _picked(self, counts: Sequence[int], wanted: Sequence[int]) -> Iterator[None]:
-        """Let the head see only the wanted columns: these classes have no `logits_to_keep`."""
+        """Let the head see the wanted columns alone: these classes have no `logits_to_keep`."""
         most = max(wanted)
         skipped = [count - n for count, n in zip(counts, wanted, strict=True)]
-        at = torch.tensor(skipped, device=self.device)[:, None]
-        at = at + torch.arange(most, device=self.device)
-        row = torch.arange(len(counts), device=self.device)[:, None]
 
-        def pick(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        def pick(_module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             hidden = args[0]
             if min(skipped) == max(skipped):
                 return (hidden[:, skipped[0] : skipped[0] + most], *args[1:])
-            return (hidden[row, at.clamp(max=hidden.shape[1] - 1)], *args[1:])
+            at = torch.tensor(skipped, device=hidden.device)[:, None]
+            at = (at + torch.arange(most, device=hidden.device)).clamp_(max=hidden.shape[1] - 1)
+            return (hidden[torch.arange(len(at), device=hidden.device)[:, None], at], *args[1:])
 
         handle = self._head.register_forward_pre_hook(pick)
         try:
@@ -208,16 +179,12 @@ def facts_of(model: Any) -> Facts:
     layers = len(layers_of(decoder))
     heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
     width = getattr(config, "d_kv", None) or config.d_model // heads
-    return Facts(
-        vocab_size=int(head.shape[0]),
+    return replace(
+        torch_executor.facts_of(model),
         limit=limit,
         layers=layers,
         weights=sum(p.numel() for p in read | {head}),
         token_bytes=2 * layers * heads * width * model.dtype.itemsize,
-        eos=end_of_text(getattr(model, "generation_config", None)),
-        precision=str(model.dtype).removeprefix("torch."),
-        executor="torch",
-        name=str(getattr(model, "name_or_path", "") or ""),
         source_limit=source_limit(model, limit),
         start=start_of(model),
     )
@@ -278,18 +245,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def warn_of_settings(model: Any) -> None:
-    """Name generation settings of the model that are not applied here."""
-    if settings := not_applied(model):
-        warnings.warn(
-            f"the model's generation settings hold what is not applied here: {settings}; its "
-            "text differs from transformers' unless they are switched off there",
-            ForerunWarning,
-            stacklevel=4,
-        )
-
-
-def not_applied(model: Any) -> str:
-    """Generation settings of the model that change its text elsewhere and not here."""
+    """Name generation settings of the model that change its text elsewhere and not here."""
     given = _settings(model)
     odd = {k: given[k] for k, off in _DEFAULTS.items() if k in given and given[k] != off}
     if odd.get("num_beams", 1) == 1:
@@ -297,4 +253,11 @@ def not_applied(model: Any) -> str:
     several = [word for word in given.get("bad_words_ids", ()) if len(word) > 1]
     if several:
         odd["bad_words_ids"] = f"{len(several)} of several tokens"
-    return ", ".join(f"{name}={value}" for name, value in odd.items())
+    if odd:
+        warnings.warn(
+            "the model's generation settings hold what is not applied here: "
+            f"{', '.join(f'{name}={value}' for name, value in odd.items())}; its text differs from "
+            "transformers' unless they are switched off there",
+            ForerunWarning,
+            stacklevel=4,
+        )

@@ -1,4 +1,4 @@
-"""A target whose shallow layers draft: one cache, and a small table of unfinished hidden states."""
+"""A target whose shallow layers draft: one cache, and the hidden states of unfinished tokens."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class Work(Counter[tuple[str, int]]):
     """What decoding ran, prompts left out, by part and by the positions it was run for at once.
 
     Parts are layers in "draft" and in "verify" (what drafting had left to do), "exit" and "project"
-    (hidden states of shallow layers, and of the last one, turned into logits), "gather" (a batch
-    put together for some layers) and "step" (tokens that began to climb). A token decoded plainly
-    is L times ("verify", 1) and once ("project", 1).
+    (hidden states of shallow layers, and of the last one, turned into logits) and "step" (tokens
+    that began to climb). A token decoded plainly is L times ("verify", 1) and once ("project", 1).
     """
 
     def calls(self, *parts: str) -> int:
@@ -45,10 +44,12 @@ class _Pending:
 
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
+    """`(H,)` of each at its depth, if that is not 0."""
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens."""
-        del self.tokens[length:], self.depths[length:]
+        del self.tokens[length:], self.depths[length:], self.states[length:]
 
 
 Span = tuple[int, int, int]  # `(row, first pending token, how many)`
@@ -68,8 +69,8 @@ class LayersExecutor(TorchExecutor):
     """A target that also drafts: SpecBound's bounded speculation with cached states.
 
     `climb` takes each row's newest token through the first layers and leaves it where it exits.
-    Its hidden state stays *pending*, in a table of `(rows, drafted + 1, H)`, the only extra memory:
-    keys and values go where they belong, in the one cache. A later token that goes deeper takes
+    Its hidden state stays *pending*, the only extra memory: keys and values go where they belong,
+    in the one cache. A later token that goes deeper takes
     the pending ones along, for it needs their keys there. `run` recognises pending tokens, brings
     all to the same depth and then through the remaining layers together, so that each token it is
     fed passes each layer exactly once. With nothing pending, it is a plain `TorchExecutor`.
@@ -94,7 +95,6 @@ class LayersExecutor(TorchExecutor):
         self._starts: Sequence[int] = ()
         self._batch: Batch | None = None
         super().__init__(model)
-        self._states = torch.empty(0, 0, self.access.width, dtype=self.dtype, device=self.device)
 
     @property
     def pending(self) -> list[list[int]]:
@@ -217,7 +217,8 @@ class LayersExecutor(TorchExecutor):
         return out
 
     def _room(self, wanted: Sequence[int]) -> torch.Tensor:
-        return self._states.new_zeros(len(wanted), max(wanted, default=0), self.facts.vocab_size)
+        shape = len(wanted), max(wanted, default=0), self.facts.vocab_size
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _take(self, rows: list[int], pieces: list[list[int]], fresh: int = 0) -> None:
         """Make each row's pending tokens its piece: known tokens keep their depth. The last `fresh`
@@ -235,7 +236,7 @@ class LayersExecutor(TorchExecutor):
                 common += 1
             if common == len(held.tokens) == len(piece):
                 continue
-            self._store()
+            self._batch = None
             held.cut(common)
             held.tokens += piece[common:]
             held.depths += [0] * (len(piece) - common)
@@ -259,9 +260,10 @@ class LayersExecutor(TorchExecutor):
                 batch = self._gather(spans, at)
                 batch.hidden = self._through(batch, at, until)
                 layers, positions = until - at, 0
-                for row, begin, count in spans:
-                    depths = self._pending[row].depths
-                    depths[begin:] = [until] * (len(depths) - begin)
+                for states, (row, begin, count) in zip(batch.hidden, spans, strict=True):
+                    pending = self._pending[row]
+                    pending.depths[begin:] = [until] * count
+                    pending.states[begin:] = states[:count]
                     counted = count - (uncounted[row] if uncounted else 0)
                     self._count(row, counted * layers)
                     positions += counted
@@ -278,11 +280,8 @@ class LayersExecutor(TorchExecutor):
         """The batch of these tokens at `depth`: the one under way if it is the same, else new."""
         if self._batch is not None and self._batch.spans == spans:
             return self._batch
-        self._store()
-        self.work["gather", 1] += 1
         rows, begins, counts = ([span[i] for span in spans] for i in range(3))
         width = max(counts)
-        self._reserve(max(begins) + width)
         starts = [self._starts[row] + begin for row, begin in zip(rows, begins, strict=True)]
         mask = self._enter(rows, starts, counts)
         positions = self._positions(starts, width)
@@ -294,9 +293,8 @@ class LayersExecutor(TorchExecutor):
             hidden = self.access.embed(torch.tensor(padded, device=self.device), positions)
         else:
             # Zeros in padding: left-overs may overflow, and a masked NaN still spoils attention.
-            hidden = self._states.new_zeros(len(spans), width, self.access.width)
-            for i, (row, begin, count) in enumerate(spans):
-                hidden[i, :count] = self._states[row, begin : begin + count]
+            own = [torch.stack(self._pending[r].states[b : b + n]) for r, b, n in spans]
+            hidden = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
         self._batch = Batch(spans, positions, mask, hidden)
         return self._batch
 
@@ -319,21 +317,6 @@ class LayersExecutor(TorchExecutor):
     def _through(self, batch: Batch, first: int, last: int) -> torch.Tensor:
         """Hidden states of a batch at depth `last`, from those it has at depth `first`."""
         return self.access.run(batch.hidden, first, last, batch.mask, batch.positions, self.cache)
-
-    def _store(self) -> None:
-        """Put the states under way into the table, if something else is under way next."""
-        if self._batch is not None:
-            for i, (row, begin, count) in enumerate(self._batch.spans):
-                self._states[row, begin : begin + count] = self._batch.hidden[i, :count]
-            self._batch = None
-
-    def _reserve(self, slots: int) -> None:
-        """Make room for `slots` states in every row; contents are kept."""
-        old = self._states
-        if slots > old.shape[1] or len(self._starts) > old.shape[0]:
-            rows, slots = max(len(self._starts), old.shape[0]), max(slots, old.shape[1])
-            self._states = old.new_zeros(rows, slots, old.shape[2])
-            self._states[: old.shape[0], : old.shape[1]] = old
 
 
 def exit_rows(model: Any) -> Rows:

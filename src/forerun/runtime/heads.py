@@ -5,14 +5,12 @@ The heads without weights are `forerun.runtime.layers.LogitLens`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from forerun.errors import SettingError
 from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, read_about, save_about
@@ -20,12 +18,17 @@ from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import linear, packed
 
 KIND = "exits"
+FORM = "light"
+"""What `draft.json` calls heads of this form."""
 
-Weights = Mapping[int, Mapping[str, torch.Tensor]]  # per exit layer, its tensors by name
 
+class LightHeads:
+    """An affine correction of the hidden state, then the model's own norm and unembedding.
 
-class TrainedHeads(ABC):
-    """Exit heads with tensors of their own; as `forerun.runtime.layers.ExitHeads` wants them.
+    `s · logits(h + A·h + b)`, with `weight` A `(H, H)`, `bias` b `(H,)` and `scale` s `(1,)`. With
+    `A = b = 0` and `s = 1` it is the logit lens, which is where training begins: what a layer
+    already says right has not to be learnt again, and weight decay pulls towards it. The norm fixes
+    the size of what is unembedded, so how sure a head is needs a number of its own, the scale.
 
     Args:
         access: the model.
@@ -40,12 +43,10 @@ class TrainedHeads(ABC):
         SettingError: no layers, or layers the model does not have.
     """
 
-    kind: ClassVar[str]
-
     def __init__(
         self,
         access: LayerAccess,
-        weights: Weights,
+        weights: Mapping[int, Mapping[str, torch.Tensor]],
         tokens: torch.Tensor | None = None,
         tuned: Mapping[str, Any] | None = None,
     ) -> None:
@@ -59,7 +60,6 @@ class TrainedHeads(ABC):
             for layer, own in weights.items()
         }
 
-    @abstractmethod
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of the head after `layer` layers.
 
@@ -73,17 +73,19 @@ class TrainedHeads(ABC):
         Raises:
             SettingError: there is no head after that layer.
         """
+        if layer not in self._used:
+            have = ", ".join(map(str, self.layers))
+            raise SettingError(f"no exit head after layer {layer}; there are heads after {have}")
+        own = self._used[layer]
+        x = hidden.to(own["bias"].dtype)
+        x = x + linear(x, own["weight"], own["bias"])
+        return self.access.logits(x.to(self._dtype), self._rows) * own["scale"].to(self._dtype)
 
     @property
     def form(self) -> dict[str, Any]:
         """What `draft.json` says of heads."""
         tuned = {"tuned": self.tuned} if self.tuned else {}
-        return {"head": self.kind, "layers": list(self.layers), **tuned}
-
-    @classmethod
-    @abstractmethod
-    def shapes(cls, vocab: int, width: int, rank: int) -> dict[str, tuple[int, ...]]:
-        """Of one layer's tensors, for n tokens and hidden states of H."""
+        return {"head": FORM, "layers": list(self.layers), **tuned}
 
     def _for_use(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
@@ -91,60 +93,10 @@ class TrainedHeads(ABC):
         tensor = tensor.to(self._dtype)
         return packed(tensor) if tensor.dim() == 2 else tensor
 
-    def _of(self, layer: int) -> dict[str, torch.Tensor]:
-        if layer not in self._used:
-            have = ", ".join(map(str, self.layers))
-            raise SettingError(f"no exit head after layer {layer}; there are heads after {have}")
-        return self._used[layer]
 
-
-class LightHeads(TrainedHeads):
-    """An affine correction of the hidden state, then the model's own norm and unembedding.
-
-    `s · logits(h + A·h + b)`, with `A` a matrix `weight (H, H)` or the product
-    `up (H, R) · down (R, H)`, `bias (H,)` and `scale (1,)`. With `A = b = 0` and `s = 1` it is the
-    logit lens, which is where training begins: what a layer already says right has not to be learnt
-    again, and weight decay pulls towards it. The norm fixes the size of what is unembedded, so how
-    sure a head is needs a number of its own, the scale.
-    """
-
-    kind = "light"
-
-    @classmethod
-    def shapes(cls, vocab: int, width: int, rank: int) -> dict[str, tuple[int, ...]]:
-        """The map's, whole or of a rank."""
-        maps = {"down": (rank, width), "up": (width, rank)} if rank else {"weight": (width, width)}
-        return {**maps, "bias": (width,), "scale": (1,)}
-
-    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of the corrected hidden state."""
-        own = self._of(layer)
-        x = hidden.to(own["bias"].dtype)
-        if "weight" in own:
-            x = x + linear(x, own["weight"], own["bias"])
-        else:
-            x = x + linear(linear(x, own["down"]), own["up"], own["bias"])
-        return self.access.logits(x.to(self._dtype), self._rows) * own["scale"].to(self._dtype)
-
-
-class FullHeads(TrainedHeads):
-    """An LM head per exit layer: `weight (n, H)`, `bias (n,)`, on hidden states of unit RMS."""
-
-    kind = "full"
-
-    @classmethod
-    def shapes(cls, vocab: int, width: int, rank: int) -> dict[str, tuple[int, ...]]:
-        return {"weight": (vocab, width), "bias": (vocab,)}
-
-    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of this layer's own head."""
-        own = self._of(layer)
-        unit = F.rms_norm(hidden.float(), hidden.shape[-1:], eps=1e-6)
-        return linear(unit.to(own["bias"].dtype), own["weight"], own["bias"]).to(self._dtype)
-
-
-KINDS: dict[str, type[TrainedHeads]] = {"light": LightHeads, "full": FullHeads}
-"""Heads that are trained, by the name of their kind."""
+def shapes_of_head(width: int) -> dict[str, tuple[int, ...]]:
+    """Of one layer's tensors by name, for hidden states of H."""
+    return {"weight": (width, width), "bias": (width,), "scale": (1,)}
 
 
 def check_layers(layers: Sequence[int], most: int) -> tuple[int, ...]:
@@ -170,20 +122,18 @@ def default_layers(count: int) -> tuple[int, ...]:
     return tuple(range(step, count, step))
 
 
-def load_heads(folder: str | Path, access: LayerAccess) -> TrainedHeads:
+def load_heads(folder: str | Path, access: LayerAccess) -> LightHeads:
     """The exit heads in a folder, on the model's device; raises and warns as `load_draft`."""
     vocab, width = access.unembedding.shape
 
     def shapes(about: About, tensors: Tensors) -> dict[str, tuple[int, ...]]:
-        check_layers(about.settings["layers"], access.layers)
-        kind = KINDS[about.settings["head"]]
-        out: dict[str, tuple[int, ...]] = {}
-        count = len(tensors.get(TOKENS, range(vocab)))
-        for layer in about.settings["layers"]:
-            down = tensors.get(f"{layer}.down")
-            own = kind.shapes(count, width, 0 if down is None else len(down))
-            out |= {f"{layer}.{name}": shape for name, shape in own.items()}
-        return out
+        if about.settings["head"] != FORM:
+            raise ValueError(
+                f"heads of the form {about.settings['head']!r}; {FORM!r} ones are read"
+            )
+        layers = check_layers(about.settings["layers"], access.layers)
+        own = shapes_of_head(width)
+        return {f"{layer}.{name}": shape for layer in layers for name, shape in own.items()}
 
     about, tensors = load_draft(folder, KIND, shapes, access.model, vocab)
     device = access.unembedding.device
@@ -193,8 +143,7 @@ def load_heads(folder: str | Path, access: LayerAccess) -> TrainedHeads:
         layer, _, name = key.partition(".")
         weights.setdefault(int(layer), {})[name] = tensor.to(device)
     chosen = None if tokens is None else tokens.long().to(device)
-    tuned = about.settings.get("tuned", {})
-    return KINDS[about.settings["head"]](access, weights, chosen, tuned)
+    return LightHeads(access, weights, chosen, about.settings.get("tuned", {}))
 
 
 def keep_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:

@@ -1,14 +1,13 @@
 """Layer-by-layer access to stock Hugging Face models: embed, run some layers, norm and unembed.
 
 Nothing of a model is copied: its own modules are called, one by one, as its own forward calls them.
-A family is a line in a table of these modules' names.
+Whether that is the model is proven when it is loaded, so that no list of families is kept.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,33 +16,11 @@ from forerun.errors import UnsupportedModelError
 from forerun.runtime.attention import windows_of
 from forerun.runtime.cache import cache_argument
 from forerun.runtime.packing import dense, linear, packed
+from forerun.runtime.states import decoder_layers
 from forerun.runtime.support import PROBE_TOLERANCE
 
-
-@dataclass(frozen=True)
-class Family:
-    """Where the modules of a model family are."""
-
-    body: str  # the decoder stack inside the causal language model
-    embed: str
-    stack: str
-    norm: str
-    positions: str | None = None  # a learned table of positions; None: they are rotary
-
-
-_LLAMA = Family("model", "embed_tokens", "layers", "norm")
-FAMILIES = {
-    "gemma": _LLAMA,
-    "gpt2": Family("transformer", "wte", "h", "ln_f", positions="wpe"),
-    "gpt_neox": Family("gpt_neox", "embed_in", "layers", "final_layer_norm"),
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "phi3": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-}
-"""Model types with layer-by-layer access."""
-
+NORMS = ("norm", "ln_f", "final_layer_norm")
+"""Names of the norm behind the last layer."""
 _SECOND_NORMS = ("post_attention_layernorm", "ln_2")  # before the feed-forward part
 
 Unembedding = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias of some tokens
@@ -58,31 +35,29 @@ class LayerAccess:
     decoder layers and before the final norm. `run(hidden, a, b)` takes depth `a` to depth `b`.
 
     Raises:
-        UnsupportedModelError: the family has no adapter (those that have one are named), or layer
-            by layer it does not reproduce its own forward.
+        UnsupportedModelError: layer by layer it does not reproduce its own forward, or its modules
+            are not where they are looked for.
     """
 
     def __init__(self, model: Any) -> None:
         kind = model.config.get_text_config(decoder=True).model_type
-        if kind not in FAMILIES:
+        if getattr(model.config, "is_encoder_decoder", False):
             raise UnsupportedModelError(
-                f"{kind} models have no layer-by-layer access, which early exits need; "
-                f"these have: {', '.join(FAMILIES)}"
+                f"{kind} models have no layer-by-layer access, which early exits need: it is for "
+                "decoder-only models"
             )
         if windows_of(model.config) is not None:
             raise UnsupportedModelError(
                 f"the layers of this {kind} model see a sliding window, which drafts by its own "
                 "layers do not serve; use another draft"
             )
-        family = FAMILIES[kind]
         try:
-            body = getattr(model, family.body)
-            self._embed = getattr(body, family.embed)
-            self._stack = list(getattr(body, family.stack))  # a slice of it makes no module
-            self._norm = getattr(body, family.norm)
-            self._table = getattr(body, family.positions) if family.positions else None
-            self._rotary = None if family.positions else body.rotary_emb
-        except AttributeError as error:  # another version may keep its modules elsewhere
+            body = model.base_model
+            self._embed, self._stack = model.get_input_embeddings(), decoder_layers(model)
+            self._norm = next(getattr(body, name) for name in NORMS if hasattr(body, name))
+            self._table = getattr(body, "wpe", None)  # of positions; without, they are rotary
+            self._rotary = body.rotary_emb if self._table is None else None
+        except (AttributeError, StopIteration) as error:
             raise UnsupportedModelError(_UNCALLABLE.format(kind, error)) from error
         self._cache_argument = cache_argument(self._stack[0])
         self.model = model

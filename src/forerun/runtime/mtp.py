@@ -46,11 +46,8 @@ class MtpHead(StateReader):
         self._cache_argument = cache_argument(self._layer)
         self.width = int(config.hidden_size)
         self.reads = int(dense(model.get_output_embeddings().weight).shape[0])
-
-    @property
-    def weights(self) -> int:
-        """Parameters that a step reads."""
-        return sum(p.numel() for p in self._layer.parameters()) + self.width * self.reads
+        own = sum(p.numel() for p in self._layer.parameters())
+        self.weights = own + self.width * self.reads
 
     def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
         """`(..., H)` of the target's last states: what its head reads, behind the final norm."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forerun.errors import ModelError, UnsupportedModelError
+from forerun.errors import ModelError, SettingError, UnsupportedModelError
 from forerun.runtime.attention import windows_of
+
+if TYPE_CHECKING:
+    from forerun.runtime.base import Rows
 
 PROVEN = frozenset({
     "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "phi3",
@@ -107,3 +110,24 @@ def end_of_text(settings: Any) -> frozenset[int] | None:
     """Ids that end texts by a configuration or generation settings; None if these name none."""
     ends = getattr(settings, "eos_token_id", None)
     return None if ends is None else frozenset(ends if isinstance(ends, (list, tuple)) else [ends])
+
+
+def check_decoder_only(target: Rows, drafter: str) -> None:
+    """Raise `SettingError` if a target has an encoder."""
+    if target.facts.source_limit is not None:
+        raise SettingError(
+            f"{drafter} is for decoder-only targets, and this one has an encoder; use lookup, or "
+            "what forerun train-draft makes for it (shared, block)"
+        )
+
+
+def model_on_torch(target: Rows, drafter: str) -> Any:
+    """The model of a decoder-only target that torch runs as it is; else raises `SettingError`."""
+    check_decoder_only(target, drafter)
+    model = target.executor.module()
+    if model is None or target.facts.executor != "torch":
+        raise SettingError(
+            f"{drafter} runs on torch, and this target on {target.facts.executor or 'none'}; use "
+            "the runtime torch, or a draft that does not read the target (lookup, a draft model)"
+        )
+    return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,14 +23,61 @@ FOLDED_WIDTH = 64  # widest pass whose grouped queries are folded (`folded_atten
 TOGETHER = 32  # padded tokens per row that a pass may waste
 
 
-class TorchExecutor(CachedExecutor):
+class PaddedExecutor(CachedExecutor):
+    """Runs a Hugging Face model over rows of different lengths, padded to one width."""
+
+    trees = True
+    model: Any
+    dtype: torch.dtype
+
+    def module(self) -> Any:
+        return self.model
+
+    def run(
+        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
+    ) -> torch.Tensor:
+        """One padded pass, or two where prompts are read beside rows that decode."""
+        groups = _by_width(pieces)
+        if len(groups) == 1 and len(groups[0]) == len(pieces):
+            return self._pass(groups[0], starts, pieces, wanted, parents)
+        shape = len(pieces), max(wanted, default=0), self.facts.vocab_size
+        out = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        for rows in groups:
+            begin, fed = [starts[row] for row in rows], [pieces[row] for row in rows]
+            trees = [parents[row] for row in rows] if parents else ()
+            logits = self._pass(rows, begin, fed, [wanted[row] for row in rows], trees)
+            out[rows, : logits.shape[1]] = logits
+        return out
+
+    @abstractmethod
+    def _pass(
+        self,
+        rows: list[int],
+        starts: Sequence[int],
+        pieces: Pieces,
+        wanted: Sequence[int],
+        parents: Parents,
+    ) -> torch.Tensor:
+        """One forward of these rows, whose other arguments come in their order; as of `run`."""
+
+    def _ids(self, pieces: Pieces) -> torch.Tensor:
+        """`(n, width)` tokens, padded on the right."""
+        width = max(map(len, pieces))
+        padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
+        return torch.tensor(padded, device=self.device)
+
+    def _wait(self) -> None:
+        """For a GPU: the caller reads the result at once anyway."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class TorchExecutor(PaddedExecutor):
     """Runs a decoder-only Hugging Face model over rows of different lengths, padded to one width.
 
     Raises:
         UnsupportedModelError: a row cache cannot serve this architecture; says why.
     """
-
-    trees = True
 
     def __init__(self, model: Any) -> None:
         check_supported(model)
@@ -46,9 +94,6 @@ class TorchExecutor(CachedExecutor):
         if model.config.get_text_config(decoder=True).model_type not in PROVEN:
             prove(self, model)
 
-    def module(self) -> Any:
-        return self.model
-
     def tap(self, depths: Sequence[int]) -> States:
         """By hooks on the model's layers, which are there during its own passes only."""
         if self.states is None or self.states.depths != tuple(depths):
@@ -56,24 +101,6 @@ class TorchExecutor(CachedExecutor):
             width = self.model.config.get_text_config(decoder=True).hidden_size
             self.states = States(depths, width)
         return self.states
-
-    def run(
-        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
-    ) -> torch.Tensor:
-        """One padded pass, or two where prompts are read beside rows that decode."""
-        if len(pieces) == 1 and pieces[0]:
-            return self._pass([0], starts, pieces, wanted, parents)
-        groups = _by_width(pieces)
-        if len(groups) == 1 and len(groups[0]) == len(pieces):
-            return self._pass(groups[0], starts, pieces, wanted, parents)
-        shape = len(pieces), max(wanted, default=0), self.facts.vocab_size
-        out = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        for rows in groups:
-            begin, fed = [starts[row] for row in rows], [pieces[row] for row in rows]
-            trees = [parents[row] for row in rows] if parents else ()
-            logits = self._pass(rows, begin, fed, [wanted[row] for row in rows], trees)
-            out[rows, : logits.shape[1]] = logits
-        return out
 
     def _pass(
         self,
@@ -83,31 +110,25 @@ class TorchExecutor(CachedExecutor):
         wanted: Sequence[int],
         parents: Parents,
     ) -> torch.Tensor:
-        """One forward of these rows, whose other arguments come in their order."""
         counts = [len(piece) for piece in pieces]
         width, most = max(counts), max(wanted)
         skipped = [count - n for count, n in zip(counts, wanted, strict=True)]
-        padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
-        columns = self.cache.open(rows, starts, width, self.device)
         # Of the padded columns, the logits from the first that any row wants.
         first = min(skipped) if most else width - 1
-        ids, places = torch.tensor(padded, device=self.device), self._positions(starts, width)
+        columns = self.cache.open(rows, starts, width, self.device)
+        ids, places = self._ids(pieces), self._positions(starts, width)
         tree = None
         if any(parents):
             tree = trees_of(starts, counts, parents, width).to(self.device)
             places = tree[0].clamp(max=self.facts.limit - 1)
         mask = self._mask(starts, width, columns, tree)
-        if self._taps is None or self.states is None:
+        with nullcontext() if self._taps is None else self._taps.open():
             logits = self._forward(ids, places, mask, first)
-        else:
-            with self._taps.open():
-                logits = self._forward(ids, places, mask, first)
-            for row, start, count, states in zip(
-                rows, starts, counts, self._taps.read(), strict=True
-            ):
+        if self._taps is not None and self.states is not None:
+            taken = zip(rows, starts, counts, self._taps.read(), strict=True)
+            for row, start, count, states in taken:
                 self.states.note(row, start, states[:count])
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the caller reads the result at once anyway
+        self._wait()
         if min(skipped) == max(skipped):
             return logits[:, :most]
         at = torch.tensor(skipped, device=self.device).unsqueeze(1) - first

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from forerun.errors import SettingError, require
+from forerun.errors import SettingError
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import Tensors
-from forerun.runtime.heads import KINDS, check_layers, default_layers
-from forerun.runtime.layers import ExitHeads, LayerAccess, LogitLens
+from forerun.runtime.heads import LightHeads, check_layers, default_layers, shapes_of_head
+from forerun.runtime.layers import ExitHeads, LogitLens
 from forerun.training.fit import (
     Document,
     StatesTraining,
@@ -46,7 +45,7 @@ class ExitTrainer(StatesTraining):
     """Heads in training, all layers in one pass over the texts; they begin as the logit lens.
 
     Raises:
-        SettingError: layers the model does not have or cannot exit after; a rank above its width.
+        SettingError: layers the model does not have or cannot exit after.
     """
 
     def __init__(self, target: Rows, settings: TrainingSettings, texts: Sequence[Document]) -> None:
@@ -57,8 +56,6 @@ class ExitTrainer(StatesTraining):
                 f"layer {layers[-1]} is the model's last and needs no head; exit layers are 1 to "
                 f"{access.layers - 1}"
             )
-        width, rank = access.width, settings.rank
-        require(rank <= width, "rank", rank, f"at most the hidden size, {width}")
         self._states = TargetStates(target.executor.module(), (*layers, access.layers))
         tokens = None
         if settings.vocab:  # what the last layer says most often, whatever stands in the texts
@@ -66,13 +63,16 @@ class ExitTrainer(StatesTraining):
             parts = self._batches(texts)
             likeliest = torch.cat([self._both(part)[1].argmax(-1) for part in parts])
             tokens = frequent(likeliest, settings.vocab, access)
-        weights = _new(access, layers, settings, tokens)
-        own = {
-            f"{layer}.{name}": tensor
-            for layer, tensors in weights.items()
-            for name, tensor in tensors.items()
+        device, shapes = access.unembedding.device, shapes_of_head(access.width)
+        weights = {
+            layer: {
+                name: torch.nn.Parameter(torch.full(shape, float(name == "scale"), device=device))
+                for name, shape in shapes.items()
+            }
+            for layer in layers
         }
-        self.heads = KINDS[settings.head](access, {**weights}, tokens)
+        own = {f"{layer}.{name}": p for layer in layers for name, p in weights[layer].items()}
+        self.heads = LightHeads(access, weights, tokens)
         # A bias is in units of the hidden state, whose size differs from layer to layer.
         sample = torch.cat(self._states.of(texts[:8]))
         self._sizes = dict(zip(layers, sample.float().pow(2).mean((0, 2)).sqrt().tolist(),
@@ -86,12 +86,8 @@ class ExitTrainer(StatesTraining):
         groups = []
         for name, tensor in self.own.items():
             layer, _, part = name.partition(".")
-            rate = base * width / tensor.shape[1] if part == "up" else base
-            light = self.settings.head == "light"
-            if light:
-                scales = {"bias": self._sizes[int(layer)], "scale": SCALE_RATE * width}
-                rate *= scales.get(part, 1.0)
-            decay = 0.01 if light and tensor.dim() > 1 else 0.0
+            scales = {"bias": self._sizes[int(layer)], "scale": SCALE_RATE * width}
+            rate, decay = base * scales.get(part, 1.0), 0.01 if tensor.dim() > 1 else 0.0
             groups.append({"params": [tensor], "lr": rate, "weight_decay": decay})
         return [torch.optim.AdamW(groups, betas=(0.9, 0.99))]
 
@@ -162,44 +158,3 @@ def _report(layer: int, right: torch.Tensor, sure: torch.Tensor) -> LayerReport:
     gaps = torch.zeros(10, dtype=torch.double).index_add_(0, bins, right - sure)
     numbers = right.mean(), sure.mean(), gaps.abs().sum() / max(len(sure), 1)
     return LayerReport(layer, *(round(float(number), 4) for number in numbers))
-
-
-def _new(
-    access: LayerAccess,
-    layers: Sequence[int],
-    settings: TrainingSettings,
-    tokens: torch.Tensor | None,
-) -> dict[int, dict[str, torch.nn.Parameter]]:
-    """Heads that begin as the logit lens, float32."""
-    width, device = access.width, access.unembedding.device
-    make = torch.Generator().manual_seed(settings.seed)
-    start = _lens(access) if settings.head == "full" else {}
-    if tokens is not None:
-        start = {name: tensor[tokens] for name, tensor in start.items()}
-    weights: dict[int, dict[str, torch.nn.Parameter]] = {}
-    for layer in layers:
-        if settings.head == "full":
-            own = {name: tensor.clone() for name, tensor in start.items()}
-        elif rank := settings.rank:
-            down = torch.randn(rank, width, generator=make) / width**0.5
-            own = {"down": down, "up": torch.zeros(width, rank)}
-        else:
-            own = {"weight": torch.zeros(width, width)}
-        if settings.head == "light":
-            own |= {"bias": torch.zeros(width), "scale": torch.ones(1)}
-        weights[layer] = {n: torch.nn.Parameter(t.to(device)) for n, t in own.items()}
-    return weights
-
-
-@torch.no_grad()
-def _lens(access: LayerAccess) -> Tensors:
-    """Norm and unembedding as one affine map of hidden states of unit RMS.
-
-    Exact for an RMS norm. A layer norm also centres: nearly so, and a start is all it has to be.
-    """
-    like = access.unembedding
-    width = like.shape[1]
-    zero = torch.zeros(1, width, dtype=like.dtype, device=like.device)
-    bias = access.logits(zero)[0].float()
-    units = torch.eye(width, dtype=like.dtype, device=like.device) * width**0.5
-    return {"weight": (access.logits(units).float() - bias).T / width**0.5, "bias": bias}

@@ -51,9 +51,6 @@ class TrainingSettings:
         vocab: of medusa, exits, eagle and eagle3, how many tokens the draft can say, the most
             frequent in the texts; 0 is all (default, but of eagle and eagle3 a third of the
             target's, at most 8192).
-        head: of exits, "light" (an affine map before the model's own norm and unembedding) or
-            "full" (an LM head per layer).
-        rank: of light heads, small for large models; 0 is a full matrix.
         loss: of exits, "hard" (cross-entropy to the last layer's arg-max: confidence is then the
             chance that it agrees) or "distill" (forward KL from its distribution).
     """
@@ -67,8 +64,6 @@ class TrainingSettings:
     anchors: int = 4
     seed: int = 0
     vocab: int | None = None
-    head: str = "light"
-    rank: int = 0
     loss: str = "hard"
 
     def __post_init__(self) -> None:
@@ -79,7 +74,7 @@ class TrainingSettings:
                 object.__setattr__(self, name, value)
         for name in ("steps", "batch", "anchors"):
             whole(name, getattr(self, name), 1)
-        for name in ("seed", "vocab", "rank"):
+        for name in ("seed", "vocab"):
             whole(name, getattr(self, name) or 0)
         assert self.layers is not None
         for layer in self.layers:
@@ -92,9 +87,7 @@ class TrainingSettings:
             require(self.width % 64 == 0, "width", self.width, "a multiple of 64")  # type: ignore[operator]
         only = self.kind in ("medusa", *heads) or not self.vocab
         require(only, "vocab", self.vocab, f"0 for a draft of kind {self.kind}")
-        choice("head", self.head, ["light", "full"])
         choice("loss", self.loss, ["hard", "distill"])
-        require(not (self.rank and self.head == "full"), "rank", self.rank, "0 for full heads")
         good = self.lr is not None and 0 <= self.lr < 1 and (self.lr > 0 or self.kind == "exits")
         require(good, "lr", self.lr, "between 0 and 1")
 
