@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -52,9 +51,6 @@ class AdapterTrainer(StatesTraining):
             taught = self._access.logits(torch.cat(last))
         return self._access.unembed(adapted).float(), taught.float().log_softmax(-1)
 
-    @torch.no_grad()
-    def agreement(self, texts: Sequence[Document]) -> dict[str, Any]:
-        """How often the adapter's most likely token is the target's: "top1"."""
-        both = map(self._both, self._batches(texts))
-        hits = [logits.argmax(-1) == taught.argmax(-1) for logits, taught in both]
-        return {"top1": round(float(torch.cat(hits).double().mean()), 4)}
+    def _right(self, texts: Sequence[Document]) -> torch.Tensor:
+        logits, taught = self._both(texts)
+        return (logits.argmax(-1) == taught.argmax(-1))[:, None]

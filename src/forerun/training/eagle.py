@@ -27,7 +27,6 @@ from forerun.training.fit import (
     layers_of_target,
     padded,
     positions_of,
-    runs_of,
 )
 from forerun.training.muon import Muon
 from forerun.training.settings import TrainingSettings
@@ -133,27 +132,28 @@ class HeadTrainer(StatesTraining):
     def _form(self) -> dict[str, Any]:
         return {"depths": list(self.depths)}
 
+    def _right(self, texts: Sequence[Document]) -> torch.Tensor:
+        outputs, _, best = self._both(texts)
+        return torch.stack([self.head.logits(x).argmax(-1) == best for x in outputs], -1)
+
     @torch.no_grad()
     def agreement(self, texts: Sequence[Document]) -> dict[str, Any]:
         """How well drafts of `STEPS` tokens do on held-out texts.
 
         Returns:
-            As of `runs_of`; "tokens_per_round" of rounds one after the other (1 + kept), over all
+            As of any draft; "tokens_per_round" of rounds one after the other (1 + kept), over all
             texts and "by_family", which is what counts: misses come in runs.
         """
-        tables: list[torch.Tensor] = []
         rounds: dict[str, list[int]] = {}
         for part in self._batches(texts):
-            outputs, _, best = self._both(part)
-            hits = torch.stack([self.head.logits(x).argmax(-1) == best for x in outputs], -1).cpu()
+            hits = self._right(part).cpu()
             for text, right in zip(part, hits.split([positions_of(t) for t in part]), strict=True):
                 count = rounds.setdefault(text.family, [0, 0])
                 count[0] += rounds_of(right)
                 count[1] += len(right)
-            tables.append(hits.double())
         pace = {name: round(n / max(r, 1), 3) for name, (r, n) in sorted(rounds.items())}
         every = [sum(column) for column in zip(*rounds.values(), strict=True)]
-        out = runs_of(torch.cat(tables)) | {"tokens_per_round": round(every[1] / every[0], 3)}
+        out = super().agreement(texts) | {"tokens_per_round": round(every[1] / every[0], 3)}
         return out | ({"by_family": pace} if len(pace) > 1 else {})
 
 

@@ -7,7 +7,6 @@ and what is written at the end are the same for all.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import random
 import time
@@ -87,9 +86,27 @@ class Training(ABC, Generic[T]):
     def _count(self, text: T) -> int:
         """Tokens of a text that are learned from."""
 
-    @abstractmethod
+    def _right(self, texts: Sequence[T]) -> torch.Tensor:
+        """`(places, depths)` whether the draft's most likely tokens are the target's: 1 or 0, NaN
+        where there is none; what `agreement` is made of, unless it is another's."""
+        raise NotImplementedError
+
+    @torch.no_grad()
     def agreement(self, texts: Sequence[T]) -> dict[str, Any]:
-        """How often the draft's most likely token is the target's, over held-out texts: "top1"."""
+        """How often that is so over held-out texts.
+
+        Returns:
+            "top1" of the first depth, "by_depth" of each, and "accepted", the mean number that are
+            right before the first that is not.
+        """
+        right = torch.cat([self._right(part).double().cpu() for part in self._batches(texts)])
+        means = right.nanmean(0).nan_to_num(0.0).tolist()
+        kept = right.nan_to_num(0.0).cumprod(1).sum(1).mean()
+        return {
+            "top1": round(means[0], 4),
+            "by_depth": [round(mean, 4) for mean in means],
+            "accepted": round(float(kept.nan_to_num(0.0)), 3),
+        }
 
     def _batches(self, texts: Sequence[T]) -> Iterator[Sequence[T]]:
         """Texts in their order, as many together as in a step."""
@@ -350,19 +367,3 @@ def padded(texts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torc
     width = max(map(len, texts))
     ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in texts])
     return ids, torch.tensor([[True] * len(t) + [False] * (width - len(t)) for t in texts])
-
-
-def runs_of(right: torch.Tensor) -> dict[str, Any]:
-    """What a table `(places, depths)` of right (1), wrong (0) and unknown (NaN) tokens says.
-
-    Returns:
-        "top1" of the first depth, "by_depth" of each, and "accepted", the mean number that are
-        right before the first that is not.
-    """
-    means = right.nanmean(0).nan_to_num(0.0).tolist()
-    kept = right.nan_to_num(0.0).cumprod(1).sum(1).mean()
-    return {
-        "top1": round(means[0], 4),
-        "by_depth": [round(mean, 4) for mean in means],
-        "accepted": round(0.0 if math.isnan(kept) else float(kept), 3),
-    }

@@ -19,7 +19,7 @@ from forerun.runtime.base import Rows
 from forerun.runtime.grafts import graft, model_of, own_parameters
 from forerun.runtime.placement import placement_of
 from forerun.runtime.support import decoder_limit
-from forerun.training.fit import Training, divergence, padded, runs_of
+from forerun.training.fit import Training, divergence, padded
 from forerun.training.settings import TrainingSettings
 
 WINDOWS = 16
@@ -171,41 +171,25 @@ class GraftTrainer(Training[TextPair]):
                 use_cache=False,
             ).logits.float()
 
-    @torch.no_grad()
-    def agreement(self, texts: Sequence[TextPair]) -> dict[str, Any]:
-        """How often the draft's most likely token is the target's, over held-out texts.
-
-        Returns:
-            "top1", at one token ahead; for blocks also "by_depth" and "accepted", the mean number
-            of a block's tokens before the first that differs.
-        """
+    def _right(self, texts: Sequence[TextPair]) -> torch.Tensor:
         self.draft.get_decoder().eval()
-        rng, hits, runs = random.Random(1), [], []
-        for batch in map(self._batch, self._batches(texts)):
-            best = batch.taught.argmax(-1)
-            if self._block == 1:
-                same = self._say(batch, batch.fed, None).argmax(-1) == best
-                hits.append(same[batch.scored])
-                continue
-            starts = self._anchors(batch, rng)
-            logits = self._blocks(batch, starts)[0]
-            width = batch.fed.shape[1]
-            top = logits.argmax(-1)
-            for row, anchors in enumerate(starts):
-                for i, at in enumerate(anchors):
-                    begin = width + i * (self._block - 1)
-                    places = [at, *range(begin, begin + self._block - 1)]
-                    goal = [at + depth for depth in range(self._block)]
-                    inside = [g < batch.lengths[row] for g in goal]
-                    runs.append(
-                        [
-                            float(top[row, p] == best[row, g]) if ok else float("nan")
-                            for p, g, ok in zip(places, goal, inside, strict=True)
-                        ]
-                    )
+        batch = self._batch(texts)
+        best = batch.taught.argmax(-1)
         if self._block == 1:
-            return {"top1": round(float(torch.cat(hits).double().mean()), 4)}
-        return runs_of(torch.tensor(runs, dtype=torch.float64))
+            same = self._say(batch, batch.fed, None).argmax(-1) == best
+            return same[batch.scored][:, None]
+        anchors = self._anchors(batch, random.Random(len(texts)))
+        top, width = self._blocks(batch, anchors)[0].argmax(-1), batch.fed.shape[1]
+        starts = torch.tensor(anchors, device=best.device)[:, :, None]
+        goals = starts + torch.arange(self._block, device=best.device)
+        asked = torch.arange(width, top.shape[1], device=best.device).view(-1, self._block - 1)
+        places = torch.cat([starts, asked.expand(len(top), -1, -1)], -1)
+        right = top.gather(1, places.flatten(1)) == best.gather(
+            1, goals.clamp(max=width - 1).flatten(1)
+        )
+        inside = goals < torch.tensor(batch.lengths, device=best.device)[:, None, None]
+        right = right.view_as(inside).double()
+        return torch.where(inside, right, torch.nan).flatten(0, 1)
 
     def _form(self) -> dict[str, Any]:
         return {"layers": self.settings.depth, "width": self._block}

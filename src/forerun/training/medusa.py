@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -20,7 +19,6 @@ from forerun.training.fit import (
     TargetStates,
     cut,
     layers_of_target,
-    runs_of,
 )
 from forerun.training.settings import TrainingSettings
 
@@ -66,17 +64,13 @@ class MedusaTrainer(StatesTraining):
             hidden.append(self._access.norm(states[start:-1, 0]).float())
         return torch.cat(hidden), torch.cat(ahead).to(self.target.device)
 
-    @torch.no_grad()
-    def agreement(self, texts: Sequence[Document]) -> dict[str, Any]:
-        """How often each head's most likely token is the text's, over held-out texts; see
-        `runs_of`: what a chain gains where the target writes the text itself."""
-        runs = []
-        for hidden, ahead in map(self._both, self._batches(texts)):
-            hits = []
-            for head in range(self._heads):
-                top = self.heads.logits(head, hidden).argmax(-1)
-                token = top if self.vocabulary is None else self.vocabulary[top]
-                right = (token == ahead[:, head]).double()
-                hits.append(torch.where(ahead[:, head] >= 0, right, torch.nan))
-            runs.append(torch.stack(hits, -1).cpu())
-        return runs_of(torch.cat(runs))
+    def _right(self, texts: Sequence[Document]) -> torch.Tensor:
+        """What a chain gains where the target writes the text itself."""
+        hidden, ahead = self._both(texts)
+        hits = []
+        for head in range(self._heads):
+            top = self.heads.logits(head, hidden).argmax(-1)
+            token = top if self.vocabulary is None else self.vocabulary[top]
+            right = (token == ahead[:, head]).double()
+            hits.append(torch.where(ahead[:, head] >= 0, right, torch.nan))
+        return torch.stack(hits, -1)
