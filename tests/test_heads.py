@@ -107,7 +107,7 @@ def test_heads_run_in_the_models_dtype(access, tmp_path):
     ("changes", "what"),
     [
         ({"hidden_size": 64}, r"1.bias is \(32,\), wanted \(64,\)"),
-        ({"num_hidden_layers": 1}, "exit layer 2 does not exist"),
+        ({"num_hidden_layers": 1}, "at most the target's 1 layers, got 1, 2"),
     ],
 )
 def test_another_model_is_refused(access, tmp_path, changes, what):
@@ -160,8 +160,8 @@ def test_wrong_layers_are_refused(access):
     with pytest.raises(SettingError, match="no exit head after layer 3; there are heads after 1"):
         heads.logits(3, torch.zeros(1, WIDTH))
     own = heads.weights[1]
-    for weights, what in (({}, "no exit layers"), ({4: own}, "layer 4 does not exist"),
-                          ({0: own}, "layer 0 does not exist")):  # fmt: skip
+    for weights, what in (({}, "got none"), ({4: own}, "target's 3 layers, got 4"),
+                          ({0: own}, "got 0")):  # fmt: skip
         with pytest.raises(SettingError, match=what):
             LightHeads(access, weights)
     assert default_layers(3) == (1, 2)
@@ -255,8 +255,8 @@ def test_bad_settings_are_refused(model, how, what):
 
 @pytest.mark.parametrize(
     ("layers", "what"),
-    [((3,), "layer 3 is the model's last and needs no head"), ((7,), "does not exist; the model's"),
-     ((1, 1), "exit layers must differ")],
+    [((3,), "layer 3 is the model's last and needs no head"), ((7,), "target's 3 layers, got 7"),
+     ((1, 1), "depths must rise")],
 )  # fmt: skip
 def test_layers_that_no_head_can_stand_on(model, layers, what):
     with pytest.raises(SettingError, match=what):

@@ -88,7 +88,7 @@ def test_texts_in_json_lines_and_folders(train, text, tmp_path):
         ([], "learns from texts; give --data"),
         (["--layers", "2,x"], "exits layers must be a whole number or text"),
         (["--layers", "3"], "layer 3 is the model's last and needs no head"),
-        (["--layers", "1,1"], "exit layers must differ"),
+        (["--layers", "1,1"], "depths must rise from 1 to at most the target's 3 layers"),
         (["--loss", "soft"], "loss must be 'hard' or 'distill'"),
         (["--tokens", "0"], "tokens must be ≥ 1"),
     ],

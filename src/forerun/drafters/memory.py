@@ -6,11 +6,13 @@ import hashlib
 import json
 import re
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
+
+from filelock import FileLock
 
 from forerun.cache import cache_folder
 from forerun.checks import between, flag, whole
@@ -60,7 +62,7 @@ class GrowingTable:
             return
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self._path.with_suffix(".lock")):
+            with FileLock(self._path.with_suffix(".lock")):
                 table = self._read()
                 for text, before in self._new:
                     table.learn(text, before)
@@ -74,19 +76,6 @@ class GrowingTable:
         with suppress(ModelError):
             return NGrams.load(self._path, *self._about)
         return NGrams()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Until the block ends no other process is in it, where the system can say so."""
-    try:
-        import fcntl
-    except ImportError:  # writes stay whole; of two at once one is lost
-        yield
-        return
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def fingerprint(tokenizer: Any) -> str:

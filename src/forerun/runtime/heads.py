@@ -5,7 +5,7 @@ The heads without weights are `forerun.runtime.layers.LogitLens`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from forerun.errors import SettingError
 from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, read_about, save_about
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import linear, packed
+from forerun.runtime.states import check_depths
 
 KIND = "exits"
 FORM = "light"
@@ -50,7 +51,7 @@ class LightHeads:
         tokens: torch.Tensor | None = None,
         tuned: Mapping[str, Any] | None = None,
     ) -> None:
-        self.layers = check_layers(list(weights), access.layers)  # the exit layers, rising
+        self.layers = check_depths(sorted(weights), access.layers)  # the exit layers
         self.access, self.weights, self.tuned = access, weights, dict(tuned or {})
         self.tokens = tokens
         self._rows = None if tokens is None else access.unembedding_of(tokens)
@@ -99,19 +100,6 @@ def shapes_of_head(width: int) -> dict[str, tuple[int, ...]]:
     return {"weight": (width, width), "bias": (width,), "scale": (1,)}
 
 
-def check_layers(layers: Sequence[int], most: int) -> tuple[int, ...]:
-    """The exit layers, rising; raises `SettingError` unless each is in 1…`most` and there once."""
-    chosen = tuple(sorted(layers))
-    if not chosen:
-        raise SettingError(f"no exit layers; name some of 1 to {most}")
-    wrong = [n for n in chosen if not 1 <= n <= most]
-    if wrong:
-        raise SettingError(f"exit layer {wrong[0]} does not exist; the model's are 1 to {most}")
-    if len(set(chosen)) < len(chosen):
-        raise SettingError(f"exit layers must differ, got {', '.join(map(str, layers))}")
-    return chosen
-
-
 def default_layers(count: int) -> tuple[int, ...]:
     """About six exit layers, evenly spaced, of a model of `count` layers; never the last.
 
@@ -131,7 +119,7 @@ def load_heads(folder: str | Path, access: LayerAccess) -> LightHeads:
             raise ValueError(
                 f"heads of the form {about.settings['head']!r}; {FORM!r} ones are read"
             )
-        layers = check_layers(about.settings["layers"], access.layers)
+        layers = check_depths(about.settings["layers"], access.layers)
         own = shapes_of_head(width)
         return {f"{layer}.{name}": shape for layer in layers for name, shape in own.items()}
 

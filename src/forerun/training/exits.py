@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 from forerun.errors import SettingError
 from forerun.runtime.base import Rows
-from forerun.runtime.heads import LightHeads, check_layers, default_layers, shapes_of_head
+from forerun.runtime.heads import LightHeads, default_layers, shapes_of_head
 from forerun.runtime.layers import ExitHeads, LogitLens
+from forerun.runtime.states import check_depths
 from forerun.training.fit import (
     Document,
     StatesTraining,
@@ -50,7 +51,8 @@ class ExitTrainer(StatesTraining):
 
     def __init__(self, target: Rows, settings: TrainingSettings, texts: Sequence[Document]) -> None:
         self._access = access = layers_of_target(target, settings.kind)
-        layers = check_layers(settings.layers or default_layers(access.layers), access.layers)
+        asked = settings.layers or default_layers(access.layers)
+        layers = check_depths(sorted(asked), access.layers)
         if layers[-1] == access.layers:
             raise SettingError(
                 f"layer {layers[-1]} is the model's last and needs no head; exit layers are 1 to "
