@@ -53,7 +53,7 @@ class Occurrences:
         """
         pair = longest > 1 and len(whole) > 1 and self._places.get((whole[-2], whole[-1]))
         matched, last = 1 + bool(pair), len(whole) - 1
-        best, found = 0, []
+        best, newest = 0, []
         for place in (pair or self._places.get(whole[-1], []))[-MOST_PLACES:]:
             length = matched
             while length < longest and length < place:
@@ -61,10 +61,10 @@ class Occurrences:
                     break
                 length += 1
             if length > best:
-                best, found = length, []
+                best, newest = length, []
             if length == best:
-                found.append(place)
-        return best, found
+                newest.append(place)
+        return best, newest
 
     def follow(self, text: Sequence[int], longest: int) -> Guess | None:
         """What most often followed the longest earlier match of the end of a text; see `match`."""
