@@ -18,7 +18,7 @@ from forerun.errors import MissingExtraError, ModelError, SettingError, Unsuppor
 from forerun.runtime import Rows
 from forerun.runtime.base import LOGITS, Facts, best_of, logits_of
 from forerun.runtime.exits import LayersExecutor, layers_of
-from forerun.runtime.torch_executor import facts_of
+from forerun.runtime.padded import facts_of
 from marks import slow_but
 from sourced import alone as alone_with
 from sourced import build as build_encoder_decoder

@@ -29,9 +29,9 @@ from forerun.runtime.base import (
     stacked_best,
 )
 from forerun.runtime.cache import FixedCache, cache_argument
+from forerun.runtime.padded import facts_of
 from forerun.runtime.probe import prove
 from forerun.runtime.support import PROVEN, check_supported
-from forerun.runtime.torch_executor import facts_of
 from forerun.runtime.trees import Parents, branches
 
 COLUMNS = 2048  # tokens a row has room for at first: a grown cache takes new graphs

@@ -13,7 +13,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import ForerunWarning, UnsupportedModelError
-from forerun.runtime import torch_executor
+from forerun.runtime import padded
 from forerun.runtime.attention import additive, hidden_columns, positions_of_columns
 from forerun.runtime.base import Executor, Facts, Pieces
 from forerun.runtime.cache import RowCache, cache_argument
@@ -37,7 +37,7 @@ class OwnCache(RowCache):
         return 0
 
 
-class EncoderDecoderExecutor(torch_executor.PaddedExecutor):
+class EncoderDecoderExecutor(padded.PaddedExecutor):
     """Runs the decoder of an encoder-decoder model over rows that each have a source.
 
     The encoder reads a source once, when its row joins; the cross-attention's keys are made then
@@ -180,7 +180,7 @@ def facts_of(model: Any) -> Facts:
     heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
     width = getattr(config, "d_kv", None) or config.d_model // heads
     return replace(
-        torch_executor.facts_of(model),
+        padded.facts_of(model),
         limit=limit,
         layers=layers,
         weights=sum(p.numel() for p in read | {head}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,66 +9,16 @@ from typing import Any
 import torch
 
 from forerun.runtime.attention import Mask, additive_mask, folding, groups_of, mask_of, windows_of
-from forerun.runtime.base import Facts, Pieces, Rows
-from forerun.runtime.cache import CachedExecutor, cache_argument
-from forerun.runtime.fingerprints import identity
+from forerun.runtime.base import Pieces, Rows
+from forerun.runtime.cache import cache_argument
+from forerun.runtime.padded import PaddedExecutor, facts_of
 from forerun.runtime.probe import prove
 from forerun.runtime.states import States, Taps
-from forerun.runtime.support import PROVEN, check_supported, context_limit, end_of_text
+from forerun.runtime.support import PROVEN, check_supported
 from forerun.runtime.trees import Parents, trees_of
 
 CACHED_MASKS = 64  # widest pass whose mask is kept: wider ones read prompts
 FOLDED_WIDTH = 64  # widest pass whose grouped queries are folded (`folded_attention`)
-TOGETHER = 32  # padded tokens per row that a pass may waste
-
-
-class PaddedExecutor(CachedExecutor):
-    """Runs a Hugging Face model over rows of different lengths, padded to one width."""
-
-    trees = True
-    model: Any
-    dtype: torch.dtype
-
-    def module(self) -> Any:
-        return self.model
-
-    def run(
-        self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
-    ) -> torch.Tensor:
-        """One padded pass, or two where prompts are read beside rows that decode."""
-        groups = _by_width(pieces)
-        if len(groups) == 1 and len(groups[0]) == len(pieces):
-            return self._pass(groups[0], starts, pieces, wanted, parents)
-        shape = len(pieces), max(wanted, default=0), self.facts.vocab_size
-        out = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        for rows in groups:
-            begin, fed = [starts[row] for row in rows], [pieces[row] for row in rows]
-            trees = [parents[row] for row in rows] if parents else ()
-            logits = self._pass(rows, begin, fed, [wanted[row] for row in rows], trees)
-            out[rows, : logits.shape[1]] = logits
-        return out
-
-    @abstractmethod
-    def _pass(
-        self,
-        rows: list[int],
-        starts: Sequence[int],
-        pieces: Pieces,
-        wanted: Sequence[int],
-        parents: Parents,
-    ) -> torch.Tensor:
-        """One forward of these rows, whose other arguments come in their order; as of `run`."""
-
-    def _ids(self, pieces: Pieces) -> torch.Tensor:
-        """`(n, width)` tokens, padded on the right."""
-        width = max(map(len, pieces))
-        padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
-        return torch.tensor(padded, device=self.device)
-
-    def _wait(self) -> None:
-        """For a GPU: the caller reads the result at once anyway."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 class TorchExecutor(PaddedExecutor):
@@ -215,42 +164,3 @@ def torch_rows(model: Any, own_settings: bool = True) -> Rows:
 
         return Rows(EncoderDecoderExecutor(model, own_settings=own_settings))
     return Rows(TorchExecutor(model))
-
-
-def facts_of(model: Any) -> Facts:
-    """What a Hugging Face causal language model says of itself."""
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    every = sum(parameter.numel() for parameter in model.parameters())
-    config = model.config.get_text_config(decoder=True)
-    norm = getattr(model.base_model, "norm", None)
-    weight = getattr(norm, "weight", None)
-    return Facts(
-        vocab_size=int(head.shape[0]),
-        limit=context_limit(model.config),
-        layers=int(getattr(config, "num_hidden_layers", 0)),
-        weights=every if table is head else every - table.numel(),
-        token_bytes=_token_bytes(config, model.dtype),
-        eos=end_of_text(getattr(model, "generation_config", None)),
-        precision=str(model.dtype).removeprefix("torch."),
-        executor="torch",
-        name=str(getattr(model, "name_or_path", "") or ""),
-        identity="" if weight is None else identity(weight.detach().float().cpu().numpy()),
-    )
-
-
-def _token_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Of keys and values; full attention assumed, so never too few."""
-    heads = getattr(config, "num_attention_heads", 0)
-    pairs = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1)
-    layers = getattr(config, "num_hidden_layers", 0)
-    return 2 * int(layers) * int(pairs) * int(width) * dtype.itemsize
-
-
-def _by_width(pieces: Pieces) -> list[list[int]]:
-    """Rows with something to feed, those with much longer pieces apart."""
-    fed = [row for row, piece in enumerate(pieces) if piece]
-    shortest = min((len(pieces[row]) for row in fed), default=0)
-    short = [row for row in fed if len(pieces[row]) <= shortest + TOGETHER]
-    long = [row for row in fed if len(pieces[row]) > shortest + TOGETHER]
-    return [rows for rows in (short, long) if rows]
