@@ -125,7 +125,7 @@ def held() -> Iterator[tuple[Running, Held]]:
 
 @pytest.fixture(scope="session")
 def pair() -> forerun.Model:
-    return forerun.load()
+    return forerun.load(runtime="openvino")
 
 
 @pytest.fixture(scope="session")

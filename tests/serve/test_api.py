@@ -186,15 +186,19 @@ def test_echo_puts_the_prompt_first(shipped, pair):
     assert "".join(f["choices"][0]["text"] for f in frames) == PROMPT + text_of(done)
 
 
-def test_logprobs_are_the_targets(shipped, pair):
+def test_logprobs_are_the_targets(shipped):
     import torch
+
+    from forerun import zoo
+    from forerun.runtime import runtimes
 
     done = shipped.complete(
         PROMPT, max_tokens=5, echo=True, logprobs=3, return_token_ids=True
     )["choices"][0]  # fmt: skip
     logprobs, ids = done["logprobs"], [*done["prompt_token_ids"], *done["token_ids"]]
     with torch.inference_mode():
-        logits = pair.target.executor.module()(torch.tensor([ids[:-1]])).logits[0].float()
+        model = runtimes.load_model(zoo.TARGET, "cpu", "fp32")
+        logits = model(torch.tensor([ids[:-1]])).logits[0].float()
     logp = logits.log_softmax(-1)
     right = logp.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
     assert logprobs["token_logprobs"][0] is None
