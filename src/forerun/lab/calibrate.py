@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
 from forerun.engine import Sampling
 from forerun.errors import PromptError, SettingError, require
@@ -21,7 +22,7 @@ from forerun.runtime.base import Rows
 from forerun.signals import entropy
 
 SCHEMA = 1
-ELEMENTS = 1 << 25  # most logits held at once, so that a large vocabulary does not fill the memory
+ELEMENTS = 1 << 24  # most logits held at once, so that a large vocabulary does not fill the memory
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def easd(
 
     Raises:
         PromptError: no prompts, or one that is empty or does not fit.
-        SettingError: a drafter without a distribution, or a share out of range.
+        SettingError: a drafter that is no draft model, or a share out of range.
 
     >>> import forerun
     >>> found = easd(forerun.load(), ["Once upon a time"], sampling=Sampling(max_new_tokens=20))
@@ -117,9 +118,10 @@ def easd(
     of_target, of_draft = [], []
     for start in range(0, len(texts), batch_size):
         batch = texts[start : start + batch_size]
-        of_target.append(_of_target(model.target, batch))
+        of_target.append(_entropies(model.target, batch, _sources(batch)))
         if not alone:
-            of_draft.append(_of_draft(model.drafter, batch))
+            drafter: Any = model.drafter
+            of_draft.append(_entropies(drafter.rows, batch, drafter.readable(_sources(batch))))
         tell("reading", start + len(batch))
     target = torch.cat(of_target)
     threshold, top = top_mean(target.tolist(), share)
@@ -137,10 +139,10 @@ def easd(
 def _check(model: Model, prompts: Sequence[PromptLike], share: float, alone: bool) -> None:
     real = isinstance(share, (int, float)) and not isinstance(share, bool)
     require(real and 0 < share <= 1, "share", share, "in (0, 1]")
-    if not alone and not model.drafter.has_distribution:
+    if not alone and not isinstance(model.drafter, ModelDrafter):
         raise SettingError(
-            "the penalty of easd needs the draft's entropy, and this drafter has no distribution; "
-            "give a draft model, or `target_only` for easd(overlap=0,draft_entropy=False)"
+            "the penalty of easd needs the entropy of a draft model, and this drafter is none; "
+            "give one, or `target_only` for easd(overlap=0,draft_entropy=False)"
         )
     if not prompts:
         raise PromptError("no prompts to calibrate on")
@@ -190,56 +192,28 @@ def _decode(
     return sorted(out, key=lambda text: (len(text.output), len(text.prompt)))
 
 
+def _sources(texts: list[DecodedText]) -> list[list[int]]:
+    return [text.source for text in texts if text.source is not None]
+
+
 @torch.inference_mode()
-def _of_target(target: Rows, texts: list[DecodedText]) -> torch.Tensor:
-    """Float64 entropies after the prompt and after each output token but the last, text by text."""
-    pieces = [[text.prompt[-1], *text.output[:-1]] for text in texts]
+def _entropies(
+    rows: Rows, texts: list[DecodedText], sources: Sequence[Sequence[int]] | None
+) -> torch.Tensor:
+    """Float64 entropies in nats after the prompt and after each output token but the last, text by
+    text; NaN where a text is beyond the context."""
+    out = [torch.full((len(t.output),), torch.nan, dtype=torch.float64) for t in texts]
+    pieces = [[t.prompt[-1], *t.output[:-1]][: max(rows.limit - len(t.prompt), 0)] for t in texts]
     longest = max(map(len, pieces))
-    width = max(1, ELEMENTS // (len(texts) * target.vocab_size))
-    entropies: list[list[torch.Tensor]] = [[] for _ in texts]
+    width = max(1, ELEMENTS // (len(texts) * rows.vocab_size))
     try:
-        target.read([text.prompt for text in texts], longest, _sources(texts))
+        rows.read([text.prompt[: rows.limit] for text in texts], longest, sources or None)
         for start in range(0, longest, width):
             parts = [piece[start : start + width] for piece in pieces]
-            logits = target.feed(parts)
+            logits = rows.feed(parts).log_softmax(-1, dtype=torch.float64)
             for row, part in enumerate(parts):
-                entropies[row].append(_entropy(logits[row, : len(part)]))
+                own = entropy(logits[row, : len(part)]).cpu()
+                out[row][start : start + len(part)] = own
     finally:
-        target.keep([])
-    return torch.cat([values for row in entropies for values in row])
-
-
-@torch.inference_mode()
-def _of_draft(drafter: Any, texts: list[DecodedText]) -> torch.Tensor:
-    """The same of a drafter, one step at a time as in drafting; NaN beyond its context."""
-    longest = max(len(text.output) for text in texts)
-    sources = _sources(texts)
-    entropies = torch.full((len(texts), longest), torch.nan, dtype=torch.float64)
-    try:
-        read = {} if sources is None else {"sources": sources}
-        drafter.join([text.prompt for text in texts], longest, **read)
-        for step in range(longest):
-            contexts = [
-                [*text.prompt, *text.output[:step]]
-                if step < len(text.output) and len(text.prompt) + step < drafter.limit
-                else None
-                for text in texts
-            ]
-            rows = [row for row, context in enumerate(contexts) if context is not None]
-            if not rows:
-                break
-            logits = drafter.step(contexts, None).logits
-            assert logits is not None, "the drafter has a distribution"
-            entropies[rows, step] = _entropy(logits[rows])
-    finally:
-        drafter.keep([])
-    return torch.cat([entropies[row, : len(text.output)] for row, text in enumerate(texts)])
-
-
-def _sources(texts: list[DecodedText]) -> list[list[int]] | None:
-    return [text.source for text in texts if text.source is not None] or None
-
-
-def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Float64 on the CPU, in nats."""
-    return entropy(logits.log_softmax(-1, dtype=torch.float64)).cpu()
+        rows.keep([])
+    return torch.cat(out)
