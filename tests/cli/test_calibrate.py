@@ -173,7 +173,7 @@ def test_an_interrupt_is_clean(calibrate, monkeypatch, tmp_path):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lab, "_of_target", interrupted)
+    monkeypatch.setattr(lab, "_entropies", interrupted)
     path = tmp_path / "easd.json"
     result = calibrate("-o", str(path))
     assert (result.code, result.out, result.err) == (130, "", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -195,15 +196,8 @@ class Compared:
 
 def split_names(text: str, mark: str) -> list[str]:
     """Parts between marks that stand outside brackets."""
-    parts, depth, part = [], 0, ""
-    for letter in text:
-        depth += {"(": 1, ")": -1}.get(letter, 0)
-        if letter == mark and depth <= 0:
-            parts.append(part)
-            part = ""
-        else:
-            part += letter
-    return list(dict.fromkeys(p.strip() for p in (*parts, part) if p.strip()))
+    parts = re.split(rf"{mark}(?![^()]*\))", text)
+    return list(dict.fromkeys(part.strip() for part in parts if part.strip()))
 
 
 def _commands(names: str, pythons: Sequence[str], commands: Sequence[str]) -> list[Command]:

@@ -141,8 +141,8 @@ def _check(model: Model, prompts: Sequence[PromptLike], share: float, alone: boo
     require(real and 0 < share <= 1, "share", share, "in (0, 1]")
     if not alone and not isinstance(model.drafter, ModelDrafter):
         raise SettingError(
-            "the penalty of easd needs the entropy of a draft model, and this drafter is none; "
-            "give one, or `target_only` for easd(overlap=0,draft_entropy=False)"
+            "the penalty of easd needs the draft's entropy, and this drafter is no model; give a "
+            "draft model, or `target_only` for easd(overlap=0,draft_entropy=False)"
         )
     if not prompts:
         raise PromptError("no prompts to calibrate on")

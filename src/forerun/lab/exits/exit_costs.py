@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -158,14 +158,12 @@ def _fit(samples: list[tuple[list[float], float]]) -> list[float]:
 
 
 def _positive(columns: FloatArray, values: FloatArray) -> FloatArray:
-    """Non-negative least squares: the best of the few subsets of columns that need no other."""
-    best, least = np.zeros(columns.shape[1]), float((values**2).sum())
-    for mask in product((False, True), repeat=columns.shape[1]):
-        if not any(mask):
-            continue
-        costs = np.linalg.lstsq(columns[:, mask], values, rcond=None)[0]
-        error = float(((values - columns[:, mask] @ costs) ** 2).sum())
-        if (costs >= 0).all() and error < least:
-            best, least = np.zeros(columns.shape[1]), error
-            best[list(mask)] = costs
-    return best
+    """Non-negative least squares: columns that would cost less than nothing are left out."""
+    used, costs = np.ones(columns.shape[1], dtype=bool), np.zeros(columns.shape[1])
+    while used.any():
+        costs[:] = 0
+        costs[used] = np.linalg.lstsq(columns[:, used], values, rcond=None)[0]
+        if (costs >= 0).all():
+            break
+        used &= costs > 0
+    return np.maximum(costs, 0)

@@ -34,7 +34,6 @@ MOST_LAYERS = 12  # most exit layers that are tried; of more, evenly spaced ones
 WIDTH = 12  # most tokens per round that are tried
 UNTUNED = 6  # width of `specbound` without settings, which is scored, too
 GRID = tuple(round(0.05 * step, 2) for step in range(21))  # thresholds shown around the best one
-POLISHED = 40  # most steps of the local search from the best trial
 
 
 @dataclass
@@ -75,7 +74,7 @@ class Search:
     def run(
         self, budget: int, seed: int = 0, tell: Callable[[int, int], None] = lambda *_: None
     ) -> Setting:
-        """`budget` trials as in `tune`, then single changes of the best while they help."""
+        """`budget` trials as in `tune`; the best."""
         require(budget >= 1, "budget", budget, "≥ 1")
         layers, switch = self.exits.layers, OneOf((False, True))
         space: Space = {
@@ -97,20 +96,7 @@ class Search:
             threshold, *rest = (values[n] for n in ("threshold", "anneal", "width", "bonus"))
             answer(self.score(Setting((*used, layers[last]), round(threshold, 2), *rest)))
             tell(number, budget)
-        best = self.best()
-        for _ in range(POLISHED):
-            better = max(self._around(best), key=self.score)
-            if self.score(better) <= self.score(best):
-                break
-            best = better
-        return best
-
-    def _around(self, of: Setting) -> list[Setting]:
-        """Settings that differ in one parameter."""
-        near = {round(of.threshold + step / 100, 2) for step in (-10, -5, -2, -1, 1, 2, 5, 10)}
-        changes = self.changes(of)
-        changes["threshold"] = [(t, replace(of, threshold=t)) for t in sorted(near) if 0 <= t <= 1]
-        return [setting for pairs in changes.values() for _, setting in pairs]
+        return self.best()
 
     def changes(self, of: Setting) -> dict[str, list[tuple[float | int | str, Setting]]]:
         """Values of each parameter with the rest as it is; of `layers`, each left out or added."""

@@ -240,10 +240,9 @@ class _Draft:
     """The draft's tokens at the n + 1 positions of a text, and the target's verdict on them."""
 
     tokens: IntArray  # `(n + 1, K)` the draft's token, and its tail where it is not kept
-    signals: dict[str, FloatArray]  # `(n + 1, K)` likewise
+    values: dict[str, FloatArray]  # `(n + 1, K)` likewise, by names of `SIGNALS` and `JUDGED`
     hit: BoolArray  # `(n + 1,)` whether the target keeps the draft's token
     accept: FloatArray  # `(n + 1,)` the probability that it does
-    judged: dict[str, FloatArray]  # `(n + 1, K)` as the tokens, what both models say of them
 
 
 def _parts(
@@ -273,10 +272,8 @@ def _parts(
             runs = _drafted(model, texts, depth)
         made = []
         for text, own in zip(texts, runs, strict=True):
-            names, counts = (
-                (text.task.family, text.task.id),
-                (text.prompt, _budget(model, text.task)),
-            )
+            names = text.task.family, text.task.id
+            counts = text.prompt, _budget(model, text.task)
             made.append(text_trace(names, counts, text.tokens, own, text.eos))
         yield RecordedPart(concatenate(made), wrote - began, time.perf_counter() - began)
         if interrupt is not None:
@@ -406,13 +403,7 @@ def _assembled(parts: list[dict[str, Any]], depth: int) -> _Draft:
     flat = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     room = [(0, 0), (0, depth - 1)]
     deep = {name: np.pad(flat[name][:, None].astype(float), room) for name in (*SIGNALS, *JUDGED)}
-    return _Draft(
-        tokens=np.pad(flat["tokens"][:, None], room),
-        signals={name: deep[name] for name in SIGNALS},
-        hit=flat["hit"],
-        accept=flat["accept"],
-        judged={name: deep[name] for name in JUDGED},
-    )
+    return _Draft(np.pad(flat["tokens"][:, None], room), deep, flat["hit"], flat["accept"])
 
 
 def _judge(
@@ -512,7 +503,7 @@ def _follow(
             if on[i]:
                 ahead[i].append(chosen[i])
                 drafts[r].tokens[m, step] = ahead[i][-1]
-                for name, column_of in (drafts[r].signals | drafts[r].judged).items():
+                for name, column_of in drafts[r].values.items():
                     column_of[m, step] = values[name][i, 0]
 
 
@@ -536,6 +527,6 @@ def _runs(text: _RecordedText, draft: _Draft, depth: int) -> dict[str, Any]:
         "accept_prob": np.where(judged, draft.accept[row], 0.0),
         "lengths": np.full(size, depth),
         "stops": np.zeros(size, np.int64),
-        "signals": {name: values[row, column] for name, values in draft.signals.items()},
-        "judged": {name: values[row, column] for name, values in draft.judged.items()},
+        "signals": {name: draft.values[name][row, column] for name in SIGNALS},
+        "judged": {name: draft.values[name][row, column] for name in JUDGED},
     }
