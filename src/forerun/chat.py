@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -135,8 +136,9 @@ class _Fence:
         self._tokenizer = tokenizer
         names = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
         self._special = [name for name in names if len(name) > 1]
-        written = "".join(_strings(given))
-        self._used = any(name in written for name in self._special)
+        written = json.dumps(given, ensure_ascii=False, default=str)
+        escaped = [json.dumps(name, ensure_ascii=False)[1:-1] for name in self._special]
+        self._used = any(name in written for name in escaped)
         self._letter = next(letter for letter in FENCES if letter not in written)
 
     def split(self, given: Any) -> Any:
@@ -153,19 +155,6 @@ class _Fence:
         parts = text.split(self._letter) if self._used else [text]
         encode = self._tokenizer.encode
         return [token for part in parts for token in encode(part, add_special_tokens=False)]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All text in nested lists and dicts."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:

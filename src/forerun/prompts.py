@@ -20,6 +20,7 @@ from forerun.errors import ForerunError, PromptError, SettingError, UnknownNameE
 from forerun.requests import Sampling
 
 BUILTIN, ALL = "builtin", "all"  # names of the shipped prompts, and of all their families
+CONTENTS = "prompt", "source", "tokens", "messages", "turns"  # keys of what a line goes on from
 WANTED = "text, token ids (a list or a 1-D array of integers), messages, or a list of such"
 
 Message = dict[str, Any]  # of a conversation: a role and a content
@@ -420,22 +421,14 @@ def _capped(prompt: Prompt, cap: int | None) -> Prompt:
     return replace(prompt, settings={**prompt.settings, **capped})
 
 
-def read_stdin() -> str:
-    """The text on stdin, without the byte-order mark that editors put before UTF-8."""
-    try:
-        return sys.stdin.read().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"stdin is not UTF-8 text: {error}") from error
-
-
 def read_text(path: str | Path) -> str:
     """The UTF-8 text of a file, without the mark that editors put before it; ``-`` reads stdin."""
-    if path == "-":
-        return read_stdin()
     try:
+        if path == "-":
+            return sys.stdin.read().removeprefix("\ufeff")
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text: {error}") from error
+        raise PromptError(f"{_called(path)} is not UTF-8 text: {error}") from error
 
 
 def _called(path: str | Path) -> str:
@@ -488,47 +481,34 @@ def _line(value: Any, where: str) -> Prompt:
 
 def _prompt(value: dict[str, Any]) -> Prompt:
     """The prompt that an object holds; its other keys are settings."""
-    content, later = _content(value)
-    name, family, meta = (value.pop(key, None) for key in ("id", "family", "meta"))
+    given = {key: part for key in CONTENTS if (part := value.pop(key, None)) is not None}
+    if len(given) != 1:
+        raise SettingError(
+            'give "prompt" (or "source": text), "tokens" (a list of ids), "messages" (a '
+            f'conversation) or "turns" (a list of texts), one of them; got {[*given] or "none"}'
+        )
+    ((key, content),) = given.items()
+    later: Sequence[str] = ()
+    if key == "turns":
+        good = isinstance(content, list) and all(isinstance(t, str) and t for t in content)
+        require(good and bool(content), key, content, "a list of texts")
+        content, *later = content
+        value.pop("reference", None)  # the names of Spec-Bench
+        for theirs, ours in (("question_id", "id"), ("category", "family")):
+            if theirs in value:
+                value.setdefault(ours, value.pop(theirs))
+    elif key == "messages":
+        content = list(chat.conversation(content))
+    elif key == "tokens":
+        good = isinstance(content, list) and all(type(t) is int for t in content)
+        require(good, key, content, "a list of token ids")
+    else:
+        require(isinstance(content, str), key, content, "a string")
+    name, family, meta = (value.pop(part, None) for part in ("id", "family", "meta"))
     good = name is None or type(name) is int or (isinstance(name, str) and bool(name))
     require(good, "id", name, "text or a whole number")
     # "all" is the name of all families together.
     good = family is None or (isinstance(family, str) and family not in ("", ALL))
     require(good, "family", family, f"text other than {ALL!r}")
-    source = value.pop("source", None) is not None
-    return Prompt(content, value, name, family, meta, later=later, source=source)
-
-
-def _content(value: dict[str, Any]) -> tuple[Content, tuple[str, ...]]:
-    """What is to go on from, and the later turns; the keys of it are taken out, but `source`."""
-    keys = ("turns", "prompt", "tokens", "messages")
-    turns, prompt, tokens, messages = (value.pop(key, None) for key in keys)
-    if messages is not None:
-        if any(part is not None for part in (turns, prompt, tokens)):
-            raise SettingError("messages are a prompt; give nothing else to go on from")
-        return list(chat.conversation(messages)), ()
-    if turns is not None:
-        good = isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)
-        if not good or prompt is not None or tokens is not None:
-            raise SettingError(f"turns must be a list of texts, instead of a prompt; got {turns!r}")
-        value.pop("reference", None)  # the names of Spec-Bench
-        for theirs, ours in (("question_id", "id"), ("category", "family")):
-            if theirs in value:
-                value.setdefault(ours, value.pop(theirs))
-        return turns[0], tuple(turns[1:])
-    source = value.get("source")
-    if source is not None and prompt is not None:
-        raise SettingError('"source" is another name of "prompt"; give one of them')
-    prompt = source if prompt is None else prompt
-    if (prompt is None) == (tokens is None):
-        raise SettingError(
-            'give "prompt" (text), "tokens" (a list of ids), "messages" (a conversation) or '
-            '"turns" (a list of texts)'
-        )
-    if tokens is not None:
-        good = isinstance(tokens, list) and all(type(t) is int for t in tokens)
-        require(good, "tokens", tokens, "a list of token ids")
-        return tokens, ()
-    if not isinstance(prompt, str):
-        raise SettingError(f"prompt must be a string, got {prompt!r}")
-    return prompt, ()
+    source = key == "source"
+    return Prompt(content, value, name, family, meta, later=tuple(later), source=source)

@@ -124,7 +124,6 @@ def test_wrong_data(train, tmp_path, name, content, message):
 def test_wrong_folders(train, text, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "no .txt files" in train("--data", str(tmp_path / "empty")).error
-    assert "python -m recipes training-prompts" in train("--data", "zoo:data").error
     assert "did you mean 'stories'" in train("--data", "builtin:storys").error
     assert "is a file; name a folder" in train("--data", text, out="story.txt").error
     with pytest.raises(SettingError, match=r"no \.txt files"):

@@ -14,7 +14,7 @@ from forerun.checks import size
 from forerun.drafters.none import NullDrafter
 from forerun.errors import SettingError
 from forerun.serve.config import Config
-from forerun.serve.connections import Loading
+from forerun.serve.connections import loading
 from forerun.serve.run import bind, warm_up
 from forerun.testing import ScriptedModel
 from serve.conftest import VOCAB, Held, running
@@ -200,7 +200,7 @@ def test_a_model_that_is_being_loaded_is_said_to_be():
     """The port is bound first; then every path says 503, and when all is there, the server."""
     with bind(Config(port=0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        with Loading(listening):
+        with loading(listening):
             for _ in range(2):
                 answer = httpx2.get(f"{url}/health")
                 assert answer.status_code == 503

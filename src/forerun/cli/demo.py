@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.text import Text
 
 from forerun.cli.shared.console import remark, stdout
@@ -39,15 +38,7 @@ QUESTIONS = (
 SHOWN = ("tours", "arithmetic", "stories")  # families, from easy to hard to run ahead of
 
 
-def demo(
-    dtype: Annotated[
-        str, typer.Option(metavar="T", help="float32 shows exact equality; bfloat16 is as saved.")
-    ] = "float32",
-    runtime: Annotated[
-        str | None, typer.Option(metavar="SPEC", help="torch, openvino or auto.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, ...")] = None,
-) -> None:
+def demo() -> None:
     """Speculative against plain decoding on three prompts: of smollm2 if it is installed, else of
     the models that ship."""
     from forerun.cli.shared.faces import Growing, play, warm_up
@@ -56,11 +47,8 @@ def demo(
     from forerun.zoo import SMOLLM2, smollm2
 
     chats = smollm2() is not None
-    models = Models(SMOLLM2, runtime=runtime, device=device)
-    if not chats:
-        models = Models(runtime=runtime, device=device, dtype=dtype)
     remark(Text(OF_SMOLLM2 if chats else BEFORE))
-    job = models.load()
+    job = Models(SMOLLM2 if chats else None, dtype=None if chats else "float32").load()
     examples = list(_questions() if chats else _shipped())
     for number, (title, prompt, settings, command) in enumerate(examples, start=1):
         head = (f"\n{number}/{len(examples)} {title}".rstrip(), "bold")

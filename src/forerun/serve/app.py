@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -30,7 +30,7 @@ from forerun.runtime.generation import generation_config, sampling_settings
 from forerun.serve.answers import Answer
 from forerun.serve.config import Config
 from forerun.serve.errors import ApiError, bad
-from forerun.serve.guards import FAILED, Guard
+from forerun.serve.guards import FAILED, Guard, error_response
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
 from forerun.serve.plans import AnswerPlan, Planner, ServedModel
 from forerun.serve.protocol import (
@@ -266,7 +266,7 @@ def _errors(app: FastAPI, server: Server) -> None:
     def answer(error: ApiError) -> Response:
         words = {429: "queue_full", 503: "shutting_down", 403: "unauthorized"}
         server.metrics.refused[words.get(error.status, "invalid")].inc()
-        return JSONResponse(error.to_json(), error.status, error.headers)
+        return error_response(error)
 
     async def forerun_error(request: Request, error: Exception) -> Response:
         return answer(api_error(error))
@@ -287,7 +287,7 @@ def _errors(app: FastAPI, server: Server) -> None:
         return Response(status_code=499)  # nobody reads it
 
     async def bug(request: Request, error: Exception) -> Response:
-        return JSONResponse(ApiError(500, FAILED).to_json(), 500)
+        return error_response(ApiError(500, FAILED))
 
     app.add_exception_handler(ForerunError, forerun_error)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
+import socketserver
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import h11
@@ -64,33 +67,24 @@ def protocol(deadline: float, most: int) -> type[H11Protocol]:
     return Connection
 
 
-class Loading:
-    """Answers 503 on a socket for as long as it is entered: what shall serve there is loaded."""
+class _Refusing(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):  # it is too slow, or gone
+            self.request.settimeout(PATIENCE)
+            self.request.recv(1 << 16)
+            self.request.sendall(refusal("the model is being loaded"))
 
-    def __init__(self, listening: socket.socket) -> None:
-        self._listening, self._ended = listening, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="forerun-loading", daemon=True)
 
-    def __enter__(self) -> None:
-        self._listening.settimeout(0.1)
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._listening.settimeout(None)
-
-    def _run(self) -> None:
-        answer = refusal("the model is being loaded")
-        while not self._ended.is_set():
-            try:
-                client, _ = self._listening.accept()
-            except TimeoutError:
-                continue
-            with client:
-                client.settimeout(PATIENCE)
-                try:
-                    client.recv(1 << 16)
-                    client.sendall(answer)
-                except OSError:
-                    continue  # it is too slow, or gone
+@contextlib.contextmanager
+def loading(listening: socket.socket) -> Iterator[None]:
+    """Answer 503 on a socket: what shall serve there is loaded meanwhile."""
+    server = socketserver.TCPServer(("", 0), _Refusing, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listening
+    thread = threading.Thread(target=server.serve_forever, args=[0.1], daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()

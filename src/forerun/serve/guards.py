@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.serve.config import LOOPBACK, Config
@@ -25,13 +25,9 @@ ALIASES = frozenset({"/completions", "/chat/completions", "/responses", "/models
 OPEN = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"})  # that need no key
 
 
-async def refuse(send: Send, error: ApiError) -> None:
-    """Answer with an error."""
-    body = json.dumps(error.to_json()).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body))}
-    pairs = [(k.encode(), v.encode()) for k, v in (headers | error.headers).items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body})
+def error_response(error: ApiError) -> JSONResponse:
+    """What is sent of an error."""
+    return JSONResponse(error.to_json(), error.status, error.headers)
 
 
 class Guard:
@@ -72,11 +68,11 @@ class Guard:
             await self._app(scope, _replay(body, receive), watched)
         except ApiError as error:
             self._refused("unauthorized" if error.status in (401, 403) else "invalid")
-            await refuse(send, error)
+            await error_response(error)(scope, receive, send)
         except Exception:
             log.exception("a request failed")
             if not started:
-                await refuse(send, ApiError(500, FAILED))
+                await error_response(ApiError(500, FAILED))(scope, receive, send)
 
     def _check_host(self, host: str) -> None:
         """A page elsewhere whose name was made to point here must not read this server."""

@@ -17,7 +17,7 @@ from forerun.model import Model
 from forerun.rules import RULES
 from forerun.serve.app import Server, create_app
 from forerun.serve.config import Config
-from forerun.serve.connections import Loading, protocol
+from forerun.serve.connections import loading, protocol
 
 WARM = (1, 2, 3, 4)  # batch sizes that are warmed up
 LINGER = 5  # seconds that connections have to close once nothing runs any more
@@ -101,7 +101,7 @@ def serve(
     `ready` once called with the address. Where that cannot be used (`OSError`) nothing is loaded.
     """
     with bind(config) as listening:
-        with Loading(listening):
+        with loading(listening):
             model, config = load()
             listener = Listener(model, config)
             warm_up(model, config.max_rows)

@@ -61,14 +61,14 @@ def measure(model: Any, budget: int | None, width: int = 8) -> Memory:
 
 @dataclass(frozen=True)
 class Update:
-    """What happened to one job of a reply: it was admitted, had a round, ended, or failed."""
+    """What happened to one job of a reply: it had a round, perhaps its last, or failed."""
 
     index: int
     queued: float = 0.0  # seconds it waited for a row
     pieces: Sequence[Piece] = ()
     logprobs: Sequence[Logprob] = ()  # of the pieces, if the job asked for them
     proposed: Sequence[int] = ()  # what was drafted; `round.accepted` of it were kept
-    round: Round | None = None  # None: no round yet, it was only admitted (or failed)
+    round: Round | None = None  # None: it failed, or writes nothing
     done: Completion | None = None
     error: ForerunError | None = None
 
@@ -357,7 +357,6 @@ class Worker:
             ticket.queued = time.perf_counter() - ticket.arrived
             ticket.request = self._engine.submit(ticket.job)
             self._running[ticket.request] = ticket
-            self._news.append((ticket, Update(ticket.index, ticket.queued)))
 
     def _next(self) -> Ticket | None:
         """Texts are scored one after the other, as a pass takes a part of one, and in a row more

@@ -36,11 +36,6 @@ class TrainingTexts:
 
 def open_source(data: str) -> TrainingTexts:
     """The source that `--data` names, checked before a model is loaded."""
-    if data.startswith("zoo:"):
-        raise SettingError(
-            "the shipped models' training is in the repository: write prompts of it by `python -m "
-            "recipes training-prompts --data DIR` and give that file"
-        )
     path, shipped = Path(data).expanduser(), is_shipped(data)
     if path.is_dir() and not shipped:
         files = sorted(path.rglob("*.txt"))
@@ -123,24 +118,12 @@ def _cut(texts: list[str], job: Job, seed: int) -> Iterator[Document]:
     """Stretches of the texts in random order, tokenised as they are needed."""
     total = sum(map(len, texts))
     size = max(64, min(4 * WINDOW, total // 32))
-    stretches = [stretch for text in texts for stretch in _stretches(text, size)]
+    parts = [text[at : at + size] for text in texts for at in range(0, len(text), size)]
+    stretches = list(filter(str.strip, parts))
     random.Random(f"exits/{seed}").shuffle(stretches)
     most = min(WINDOW, job.model.target.limit)
     for stretch in stretches:
         yield Document(job.model.encode(stretch)[:most])
-
-
-def _stretches(text: str, size: int) -> Iterator[str]:
-    """A text in pieces of at most `size` characters, cut at white space where there is some."""
-    at = 0
-    while at < len(text):
-        end = at + size
-        if end < len(text):
-            space = max(text.rfind("\n", at + size // 2, end), text.rfind(" ", at + size // 2, end))
-            end = space if space > at else end
-        if piece := text[at:end].strip():
-            yield piece
-        at = end
 
 
 def _checked(texts: Sequence[Document], job: Job) -> Iterator[Document]:
