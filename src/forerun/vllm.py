@@ -1,4 +1,4 @@
-"""Length policies in vLLM: `--scheduler-cls forerun.vllm.Scheduler`.
+"""Length policies in vLLM: `--scheduler-cls forerun.vllm.Scheduler`; drafts without a model.
 
 Nothing of vLLM is imported before its scheduler is made, or its plug-ins are called.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from forerun.hosts.vllm_proposer import Proposer
 from forerun.hosts.vllm_requests import check_requests as register
-from forerun.hosts.vllm_requests import logger
+from forerun.hosts.vllm_requests import logger, setting
 
-__all__ = ["Scheduler", "register"]
+__all__ = ["Proposer", "Scheduler", "register"]
 
 
 class Scheduler:
@@ -24,7 +25,7 @@ class Scheduler:
         from forerun.hosts import vllm_scheduler as hosted
 
         scheduler = hosted.scheduler_class(vllm_config)(vllm_config, *args, **kwargs)
-        path = hosted.setting(vllm_config, "record")
+        path = setting(vllm_config, "record")
         if path and (reason := hosted.unrecorded(scheduler, vllm_config)):
             logger.warning("forerun: no trace is recorded: %s", reason)
         elif path:

@@ -20,6 +20,7 @@ import forerun.vllm  # noqa: E402
 from forerun import zoo  # noqa: E402
 from forerun.controllers import CONTROLLERS as NAMED  # noqa: E402
 from forerun.costs import Costs  # noqa: E402
+from forerun.errors import SettingError  # noqa: E402
 from forerun.lab.traces.costs import Cell  # noqa: E402
 from forerun.lab.traces.exports import ExportJob, export  # noqa: E402
 from forerun.lab.traces.replay import replay  # noqa: E402
@@ -46,14 +47,15 @@ CONTROLLERS: list[list[str | None]] = [
 ]
 
 
-def engine(speculates: bool) -> Any:
+def engine(speculates: bool, **draft: Any) -> Any:
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="WARNING",
     )  # fmt: skip
     more: dict[str, Any] = {}
     if speculates:
-        draft = {"method": "draft_model", "model": str(zoo.DRAFT), "num_speculative_tokens": MOST}
+        draft = draft or {"method": "draft_model", "model": str(zoo.DRAFT)}
+        draft["num_speculative_tokens"] = MOST
         more = {
             "speculative_config": draft,
             "scheduler_cls": "forerun.vllm.Scheduler",
@@ -137,6 +139,25 @@ def test_greedy_text_is_plain_text_under_every_controller(
     assert any(drafted["auto"])
     assert {n for steps in drafted["alternating(one=3)"] for n in steps[:-2]} <= {1, 3}
     refuses_what_cannot_be_served(llm)
+
+
+@pytest.mark.parametrize("draft", ["suffix", "lookup(n=3)"])
+def test_drafts_without_a_model_change_no_text(
+    plain: list[list[int]], draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORERUN_DRAFT", draft)
+    llm = engine(speculates=True, method="custom_class", model="forerun.vllm.Proposer")
+    before = counted("accepted", "fixed(4)")
+    for spec in ("fixed(4)", "auto"):
+        assert run(llm, [spec])[0] == plain
+    assert counted("accepted", "fixed(4)") > before
+    gc.collect()
+
+
+def test_drafters_with_a_model_are_no_custom_proposers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_DRAFT", "lookahead")
+    with pytest.raises(SettingError, match="draft must be suffix, lookup or rest"):
+        forerun.vllm.Proposer(SimpleNamespace(additional_config=None))
 
 
 def refuses_what_cannot_be_served(llm: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,13 @@ logger = logging.getLogger("vllm.forerun")
 CONTROLLER, RULE = "forerun_controller", "forerun_rule"
 """Names in `vllm_xargs` of a request's body, `extra_args` of `SamplingParams`."""
 TESTED = "0.32"
+
+
+def setting(config: Any, name: str) -> str | None:
+    """What `--additional-config`, or else the environment, says to forerun; None if nothing."""
+    extra = config.additional_config
+    extra = extra.get("forerun", {}) if isinstance(extra, dict) else {}
+    return extra.get(name) or os.environ.get(f"FORERUN_{name.upper()}")
 
 
 def unsupported() -> str | None:

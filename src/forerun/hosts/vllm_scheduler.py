@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,19 +15,13 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.version import __version__ as version
 
 from forerun.hosts.batch_lengths import BatchLengths, judged_round
-from forerun.hosts.vllm_requests import CONTROLLER, differs, unsupported
+from forerun.hosts.vllm_proposer import DEFAULT_DRAFT
+from forerun.hosts.vllm_requests import CONTROLLER, differs, setting, unsupported
 from forerun.model import DEFAULT_CONTROLLER
 
 logger = logging.getLogger("vllm.forerun")
 DRAFTED = Counter("forerun_drafted_tokens", "Drafted tokens that were judged", ["controller"])
 ACCEPTED = Counter("forerun_accepted_tokens", "Drafted tokens that were accepted", ["controller"])
-
-
-def setting(config: Any, name: str) -> str | None:
-    """What `--additional-config`, or else the environment, says to forerun; None if nothing."""
-    extra = config.additional_config
-    extra = extra.get("forerun", {}) if isinstance(extra, dict) else {}
-    return extra.get(name) or os.environ.get(f"FORERUN_{name.upper()}")
 
 
 def unrecorded(scheduler: Any, config: Any) -> str | None:
@@ -51,6 +44,8 @@ def models_of(config: Any) -> dict[str, Any]:
     if draft.use_ngram():
         most, least = draft.prompt_lookup_max, draft.prompt_lookup_min
         about["drafter"] = f"lookup(n={most},least={least})"
+    if draft.method == "custom_class":
+        about["drafter"] = setting(config, "draft") or DEFAULT_DRAFT
     return about
 
 
