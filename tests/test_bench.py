@@ -328,7 +328,10 @@ class TestFigures:
         ratios = {k: v["mean"] for k, v in report.against(made, 1).items()}
         assert ratios["x", "p_a"] == pytest.approx(3)
         assert ratios[PLAIN, "p_b(tokens=2)"] == pytest.approx(0.375)
-        assert report.best_settings(made, 1) == {"p_b": "p_b(tokens=2)"}
+        text = drawn(made, report.cells(made))
+        assert (
+            "the settings of <code>p_b</code> measured here is <code>p_b(tokens=2)</code>" in text
+        )
 
     @settings(max_examples=25, deadline=None)
     @given(

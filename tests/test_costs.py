@@ -169,7 +169,7 @@ def test_made_up_in_one_line() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'slope'"):
         CostTable.find("c=10,slop=1")
     for text, says in (
-        ("slope=1", "c=RATIO"), ("c=ten", "c must be a number"), ("c=1,c=2", "given once"),
+        ("slope=1", "c=RATIO"), ("c=ten", "c must be a number"), ("c=1,c=2", "given twice"),
         ("c=-4", "c must be above 0"),
     ):  # fmt: skip
         with pytest.raises(SettingError, match=says):

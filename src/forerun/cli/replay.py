@@ -54,6 +54,7 @@ def replay(
         output: also save a table, a row per controller and family.
     """
     from forerun.controllers import CONTROLLERS
+    from forerun.lab.bounds.lenient import lenient_bounds
     from forerun.lab.traces import replay_report as report
     from forerun.lab.traces.costs import CostTable
     from forerun.lab.traces.results import takes_leaves
@@ -80,7 +81,7 @@ def replay(
     if bounds:
         with status("finding the bounds") as tell:
             if rules:
-                lenient = report.lenient(texts, cell)
+                lenient = lenient_bounds(texts, cell)
             else:
                 trees = any(map(takes_leaves, controllers.values()))
                 limits = report.bounds(texts, cell, tell, trees)

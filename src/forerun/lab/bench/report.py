@@ -72,25 +72,6 @@ def against(document: Document, batch: int) -> dict[tuple[str, str], Spread]:
     return out
 
 
-def base(name: str) -> str:
-    """A peer's name without its settings."""
-    return name.partition("(")[0]
-
-
-def best_settings(document: Document, batch: int) -> dict[str, str]:
-    """The fastest setting of each peer measured with several, by the peer's base name."""
-    measured: dict[str, list[Cell]] = {}
-    peers = {m["name"] for m in methods(document) if m["kind"] == "peer"}
-    for cell in cells(document):
-        if (cell["batch"], cell["family"]) == (batch, ALL) and cell["method"] in peers:
-            measured.setdefault(base(cell["method"]), []).append(cell)
-    return {
-        name: str(max(settings, key=lambda c: c["speedup"]["mean"])["method"])
-        for name, settings in measured.items()
-        if len(settings) > 1
-    }
-
-
 def compare(a: Document, b: Document) -> list[Change]:
     """Changes from A to B, paired over the groups both have, for methods both have."""
     left, right = _groups(a), _groups(b)
@@ -217,6 +198,5 @@ def shown(document: Document, cells: list[Cell]) -> dict[str, Any]:
         "prompts": len({p for s in document["samples"] for p in s["prompts"]}),
         "cells": cells,
         "against": [{"method": a, "peer": b, **spread} for (a, b), spread in rivals],
-        "best_settings": best_settings(document, first),
         "lengths": lengths,
     }

@@ -194,7 +194,6 @@ class Informed:
     """The informed bound in one cell, and how it was found."""
 
     best: Bound  # the fastest policy tried
-    stopper: Stopper | None  # the fastest fitted policy; None if the trace has no accepted token
     tried: dict[str, float]
     """Geometric mean of the speed-up of each policy tried, the best first. `look-ahead`, `improved`
     and `adjusted` are fitted; the others are specs."""
@@ -217,14 +216,12 @@ class Study:
     def informed(self, cell: Cell) -> Informed:
         """The best policy for all prompts, by geometric mean of the speed-up."""
         cell = cell.asked
-        fitted = self._fitted(cell)
-        bounds = [bound for bound, _ in fitted] + tuned(self.trace, cell, self.paths)
+        bounds = [bound for bound, _ in self._fitted(cell)] + tuned(self.trace, cell, self.paths)
         bounds.sort(key=lambda bound: -bound.mean)
-        stopper = max(fitted, key=lambda pair: pair[0].mean)[1] if fitted else None
         tried: dict[str, float] = {}
         for bound in bounds:
             tried.setdefault(bound.name, bound.mean)
-        return Informed(bounds[0], stopper, tried)
+        return Informed(bounds[0], tried)
 
     def _fitted(self, cell: Cell) -> list[tuple[Bound, Stopper]]:
         """Look-ahead at its best price, improved policies, and the best of these adjusted."""

@@ -8,7 +8,7 @@ price is the least at which the mean drift a token stays within a budget (docs/b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from forerun.costs import Costs
 from forerun.errors import SettingError, require
 from forerun.lab.bounds.bounds import reach
 from forerun.lab.traces.costs import passes
+from forerun.lab.traces.results import geometric
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray
 
@@ -23,47 +24,36 @@ BUDGETS = (0.0, 0.01, 0.02, 0.05)  # mean drifts per token that are asked for
 SEARCHED = 16  # prices tried
 
 
-@dataclass(frozen=True)
-class LenientBound:
-    """The best at one budget; arrays `(prompts,)`, expectations over the coins."""
-
-    budget: float
-    seconds: FloatArray
-    plain_seconds: FloatArray
-    drift: float  # mean per token
-    price: float  # seconds that a unit of drift costs
-
-    @property
-    def speedup(self) -> FloatArray:
-        return self.plain_seconds / self.seconds
-
-
 def lenient_bounds(
     trace: Trace, cell: Costs, budgets: tuple[float, ...] = BUDGETS
-) -> list[LenientBound]:
-    """The bound at each budget, the mean drift per token, in [0, 1]; `SettingError` for a trace
-    without what rules read."""
+) -> list[dict[str, Any]]:
+    """The bound at each budget, a mean drift per token in [0, 1]: `lenient_bound` of the document
+    of `replay --json`. `SettingError` for a trace without what rules read."""
     if np.isnan(trace.judged["ratio"]).any():
         raise SettingError("bounds of rules need what rules read; record with a draft model")
     plain = trace.sizes.astype(np.float64) * cell.plain
     tokens = trace.sizes.sum()
 
-    def priced(price: float, budget: float) -> LenientBound:
+    def priced(price: float) -> tuple[float, FloatArray, float]:
+        """The price of a unit of drift, `(prompts,)` seconds, and the mean drift."""
         seconds, drift = _cheapest(trace, cell, price)
-        return LenientBound(budget, seconds, plain, float(drift.sum() / tokens), price)
+        return price, seconds, float(drift.sum() / tokens)
 
     out = []
     for budget in budgets:
         require(0 <= budget <= 1, "drift", budget, "in [0, 1]")
         low, high = 0.0, float(cell.plain) * 64
-        best = priced(np.inf, budget)
+        best = priced(np.inf)
         for _ in range(SEARCHED if budget else 0):
-            tried = priced((low + high) / 2, budget)
-            if tried.drift <= budget:
-                best, high = tried, tried.price
+            tried = priced((low + high) / 2)
+            if tried[2] <= budget:
+                best, high = tried, tried[0]
             else:
-                low = tried.price
-        out.append(best)
+                low = tried[0]
+        price, seconds, drift = best
+        shown = price / cell.plain if budget else None
+        speedup = geometric(plain / seconds)
+        out.append({"budget": budget, "drift": drift, "price": shown, "speedup": speedup})
     return out
 
 

@@ -118,23 +118,17 @@ class CostTable:
         for key, value in values.items():
             if key not in SYNTHETIC:
                 raise UnknownNameError.among("setting of made-up costs", key, SYNTHETIC)
-            require(isinstance(value, int | float), key, value, "a number")
+            require(type(value) in (int, float), key, str(value), "a number")
         require("c" in values, "costs", text, "a file, or c=RATIO with slope and fixed if wanted")
         return cls((Cell.synthetic(**values),), {"synthetic": values})
 
 
 def _cell(entry: dict[str, Any]) -> Cell:
-    verify = tuple((int(width), float(seconds)) for width, seconds in entry["verify"])
-    numbers = float(entry["draft"]), verify, float(entry["fixed"])
-    sizes = int(entry["batch"]), int(entry["context"])
-    levels = tuple(map(int, entry.get("levels", ())))
-    names = "first", "cold", "asking", "tree"
-    first, cold, asking, tree = (float(entry.get(name, 0.0)) for name in names)
-    return Cell(*numbers, *sizes, first, levels, cold, asking=asking, tree=tree)
+    values = {name: own for name, own in entry.items() if name not in ("ratio", "spread")}
+    levels = tuple(values.pop("levels", ()))
+    return Cell(**{**values, "verify": tuple(map(tuple, values["verify"])), "levels": levels})
 
 
 def _spread(entry: dict[str, Any]) -> Spread:
-    low, high = entry["draft"]
-    verify = tuple((float(a), float(b)) for a, b in entry["verify"])
-    other = tuple((int(n), float(m), float(a), float(b)) for n, m, a, b in entry["other"])
-    return Spread((float(low), float(high)), verify, float(entry["work"]), other)
+    verify, other = (tuple(map(tuple, entry[name])) for name in ("verify", "other"))
+    return Spread(tuple(entry["draft"]), verify, entry["work"], other)

@@ -11,7 +11,6 @@ import numpy as np
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.lab.bounds.bounds import best_fixed, oracle, tree_oracle
 from forerun.lab.bounds.informed import informed
-from forerun.lab.bounds.lenient import lenient_bounds
 from forerun.lab.traces.costs import Cell, CostTable
 from forerun.lab.traces.replay import replay
 from forerun.lab.traces.results import Replay, by_family, geometric, summarise
@@ -76,19 +75,6 @@ def in_batches(
 
     plain, judge = replay_batches(trace, "fixed(0)", costs, rows).seconds, _judge(trace, rule)
     return lambda controller: replay_batches(trace, controller, costs, rows, plain, rule=judge)
-
-
-def lenient(trace: Trace, cell: Cell) -> list[dict[str, Any]]:
-    """The bound with rules at each of its budgets of drift."""
-    return [
-        {
-            "budget": bound.budget,
-            "drift": bound.drift,
-            "price": bound.price / cell.plain if bound.budget else None,
-            "speedup": geometric(bound.speedup),
-        }
-        for bound in lenient_bounds(trace, cell)
-    ]
 
 
 def result(
