@@ -196,7 +196,7 @@ def known_head(target: str | Path) -> str | None:
     """The folder of the head in a target's own, or of what ships for its GGUF file, if any."""
     file = gguf.locate(target)
     own = own_draft(target, KIND)
-    return own or (file and shipped_head(gguf.read(file).identity))
+    return own or (shipped_head(gguf.read(file).identity) if file else None)
 
 
 def shipped_head(identity: str, tokenizer: str = "*") -> str | None:

@@ -53,7 +53,7 @@ class Occurrences:
         """
         pair = longest > 1 and len(whole) > 1 and self._places.get((whole[-2], whole[-1]))
         matched, last = 1 + bool(pair), len(whole) - 1
-        best, newest = 0, []
+        best, newest = 0, list[int]()
         for place in (pair or self._places.get(whole[-1], []))[-MOST_PLACES:]:
             length = matched
             while length < longest and length < place:
