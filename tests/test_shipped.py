@@ -24,6 +24,7 @@ from forerun.lab.audit import explain, first_difference
 from forerun.model import drafter_spec
 from forerun.runtime.drafts import read_about
 from forerun.runtime.fingerprints import fingerprint
+from forerun.runtime.heads import LightHeads
 from marks import slow_but
 
 DRAFTERS = ["model", "lookup", "specbound", "none"]
@@ -105,7 +106,7 @@ def test_shipped_exit_heads_are_specbounds_default() -> None:
     about = read_about(zoo.EXITS, "exits")
     settings = about.settings["tuned"]
     drafter: Any = model.drafter
-    assert drafter.heads.kind == "light"
+    assert isinstance(drafter.heads, LightHeads)
     assert ",".join(map(str, drafter.layers)) == settings["layers"]
     assert sum(f.stat().st_size for f in zoo.EXITS.iterdir()) < 8e6
     lens: Any = forerun.load(draft="specbound(exits='')", dtype="float32").drafter
@@ -117,7 +118,7 @@ def test_shipped_exit_heads_are_specbounds_default() -> None:
 
 def test_shipped_heads_and_adapter_serve_the_relatives_of_specbound() -> None:
     drafter: Any = forerun.load(draft="adadecode", dtype="float32").drafter
-    assert (drafter.layers, drafter.heads.kind) == ((3, 6, 8), "light")
+    assert drafter.layers == (3, 6, 8)
     adapted = forerun.load(draft="kangaroo", dtype="float32")  # no warning of another target
     assert isinstance(adapted.drafter, KangarooDrafter)
     folder = zoo.TARGET / "kangaroo"
