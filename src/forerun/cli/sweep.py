@@ -82,11 +82,11 @@ def specbound(
     except KeyboardInterrupt:
         if output is not None and sweep.search is not None and sweep.best is not None:
             predicted = {"complete": False, "predicted": sweep.search.score(sweep.best)}
-            save_json(output, sweep.settings(about | predicted, output))
+            save_json(output, sweep.settings(about | predicted))
             remark(f"interrupted; the best settings so far are in {output}")
         raise
     if output is not None:
-        save_json(output, sweep.settings(document["about"], output))
+        save_json(output, sweep.settings(document["about"]))
     if keep:
         keep_settings(str(exits), document["about"]["settings"])
     if as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -271,14 +270,12 @@ class Sweep:
         scored = self.search is not None and self.search.scores
         return self._fastest or (max(scored, key=scored.__getitem__) if scored else None)
 
-    def settings(self, about: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """The settings file of `best`, to be saved at `path`: for `generate`, on any machine."""
+    def settings(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings file of `best`, for `generate`; exit heads are named by their whole path."""
         assert self.best is not None, "a setting was scored"
-        draft = self.best.spec(None if self._exits else self._exits)
-        out = {"schema": SCHEMA, "controller": self.best.controller, "rule": None, "draft": draft}
-        if self._exits:
-            out["exits"] = os.path.relpath(self._exits, Path(path).parent)
-        return {**out, "about": about}
+        draft = self.best.spec(self._exits and str(Path(self._exits).resolve()))
+        return {"schema": SCHEMA, "controller": self.best.controller, "rule": None,
+                "draft": draft, "about": about}  # fmt: skip
 
     def _spec(self, setting: Setting) -> str:
         return setting.spec(self._exits)
