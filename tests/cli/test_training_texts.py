@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from forerun.cli.shared.training_texts import open_source
+from forerun.cli.shared.training_texts import read_texts
 from forerun.cli.shared.written import GROUP, read_written
 from forerun.errors import SettingError
 
@@ -79,7 +79,7 @@ def test_texts_in_json_lines_and_folders(train, text, tmp_path):
     lines = [json.dumps({"text": f"{i} {WORDS}"}) + "\n" for i in range(12)]
     path.write_text("".join(lines), encoding="utf-8")
     assert train("--data", str(path), "--json").json["texts"] > 5
-    assert open_source(str(tmp_path)).texts == [(tmp_path / "story.txt").read_text("utf-8")]
+    assert read_texts(str(tmp_path)) == [(tmp_path / "story.txt").read_text("utf-8")]
 
 
 @pytest.mark.parametrize(
@@ -127,4 +127,4 @@ def test_wrong_folders(train, text, tmp_path):
     assert "did you mean 'stories'" in train("--data", "builtin:storys").error
     assert "is a file; name a folder" in train("--data", text, out="story.txt").error
     with pytest.raises(SettingError, match=r"no \.txt files"):
-        open_source(str(tmp_path / "empty"))
+        read_texts(str(tmp_path / "empty"))

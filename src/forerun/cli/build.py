@@ -35,17 +35,17 @@ def build_datastore(
     """
     require(tokens >= 1, "tokens", tokens, "≥ 1")
     claim(output)
-    from forerun.cli.shared.training_texts import open_source
+    from forerun.cli.shared.training_texts import read_texts
 
-    source = open_source(data)
-    if source.texts is None:
+    texts = read_texts(data)
+    if texts is None:
         raise SettingError(f'{data} holds prompts; give texts, or lines of {{"text": ...}}')
 
     from forerun.drafters.datastore import Datastore
 
     with status("reading texts"):
         tokenizer, kept, left = _tokenizer(models), [], tokens
-        for text in source.texts:
+        for text in texts:
             ids = tokenizer.encode(text, add_special_tokens=False)[:left]
             kept.append(ids)
             left -= len(ids)

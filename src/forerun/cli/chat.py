@@ -20,7 +20,7 @@ from forerun.errors import ForerunError, PromptError, SettingError
 from forerun.requests import Sampling
 
 if TYPE_CHECKING:
-    from forerun.engine import Completion, Event
+    from forerun.engine import Completion
     from forerun.prompts import Prompt
 
 HELP = "/system TEXT, /retry, /clear, /save FILE, /help, /quit; Ctrl-C stops an answer"
@@ -142,7 +142,7 @@ class Conversation:
 
         reader = Reader.of(self._job.model)
         [prompt] = reader.prepare([Prompt(list(self._opened))], self._sampling)
-        face = GrowingAnswer(self._job, [replace(prompt, text="")], self._rounds, explain=False)
+        face = Growing(self._job, [replace(prompt, text="")], self._rounds, explain=False)
         try:
             play(self._job, face)
         except KeyboardInterrupt:  # what was written stays said
@@ -151,16 +151,6 @@ class Conversation:
             note_speed_up(self._job, prompt, face.done[0])
         text = face.done[0].text if face.done else face.written
         self.messages.append({"role": "assistant", "content": text.removeprefix(self._lead)})
-
-
-class GrowingAnswer(Growing):
-    """One answer as it grows; what there is of it stays known when it is interrupted."""
-
-    written = ""
-
-    def event(self, place: int, event: Event) -> None:
-        self.written += "".join(piece.text for piece in event.pieces)
-        super().event(place, event)
 
 
 def note_speed_up(job: Job, prompt: Prompt, done: Completion) -> None:

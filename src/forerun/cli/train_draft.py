@@ -153,22 +153,13 @@ def _pairs(job: Job, pairs: str, kept: Path, own: int, most: int) -> list[Any]:
 
 def _documents(job: Job, data: str, seed: int, out: Path, tokens: int) -> list[Any]:
     """Texts; what the target writes itself is kept in the folder."""
-    from forerun.cli.shared.training_texts import open_source, read_documents
-    from forerun.runtime.fingerprints import fingerprint
+    from forerun.cli.shared.training_texts import read_documents
     from forerun.training.fit import layers_of_target
 
-    source, target = open_source(data), job.model.target
-    layers_of_target(target, "on its layers")
+    layers_of_target(job.model.target, "on its layers")
     with progress("texts", tokens) as tell:
-        return read_documents(
-            source,
-            job,
-            out,
-            tokens=tokens,
-            seed=seed,
-            identity=f"{fingerprint(target.executor.module())} {data}",
-            tell=partial(tell, "texts"),
-        )
+        counts = partial(tell, "texts")
+        return read_documents(data, job, out, tokens=tokens, seed=seed, tell=counts)
 
 
 def _show(line: str, measured: dict[str, Any]) -> None:

@@ -10,11 +10,8 @@ from types import FrameType
 
 import uvicorn
 
-from forerun.controllers import CONTROLLERS
-from forerun.engine import Engine, Request, Sampling
 from forerun.engine.meter import Meter
 from forerun.model import Model
-from forerun.rules import RULES
 from forerun.serve.app import Server, create_app
 from forerun.serve.config import Config
 from forerun.serve.connections import loading, protocol
@@ -82,16 +79,15 @@ def bind(config: Config) -> socket.socket:
 def warm_up(model: Model, rows: int) -> None:
     """Take rounds of the batch sizes that come first, so that no request pays for first uses."""
     model.meter.warm(rows)
-    meter = Meter.of(model.target, model.drafter)  # first uses say nothing of what rounds cost
-    engine = Engine(model.target, model.drafter, model.tokenizer, model.eos, rows, meter=meter)
-    controller, rule = CONTROLLERS.make("fixed(3)"), RULES.make("gumbel")
-    prompt, source = model.context([next(iter(sorted(model.eos)), 0)] * 4)
-    sampling = Sampling(max_new_tokens=4, ignore_eos=True)
+    # First uses say nothing of what rounds cost.
+    meter, model.meter = model.meter, Meter.of(model.target, model.drafter)
+    prompt = [next(iter(sorted(model.eos)), 0)] * 4
     for count in WARM:
-        for _ in range(min(count, rows)):
-            engine.submit(Request(prompt, sampling, controller, rule, source))
-        for _ in engine.run():
-            pass
+        model.generate(
+            [prompt] * min(count, rows), controller="fixed(3)", rule="gumbel", batch_size=rows,
+            max_new_tokens=4, ignore_eos=True,
+        )  # fmt: skip
+    model.meter = meter
 
 
 def serve(

@@ -67,6 +67,7 @@ class Face:
         self.job, self.prompts, self.explain = job, list(prompts), explain
         self.done: dict[int, Completion] = {}  # completions by the place of their prompt
         self.stats: list[Stats] = []  # of all that are complete
+        self.before, self.hint = 0, ""  # prompts that were complete before; what goes on if not all
         self.ended = ""  # why the newest of them ended
         self.rounds = RoundView(job.model.tokenizer) if rounds else None
         self._err, self._bar = stderr(), ExitStack()
@@ -89,10 +90,11 @@ class Face:
         self.done[place] = completion
         self.stats.append(completion.stats)
 
-    def _begin_bar(self, total: int, before: int = 0) -> None:
-        """Begin a bar that counts the prompts that are complete, of which some were before."""
+    def _begin_bar(self) -> None:
+        """Begin a bar that counts the prompts that are complete."""
+        total = self.before + len(self.prompts)
         tell = self._bar.enter_context(progress("", total, "prompts", console=self._err))
-        self._tell = lambda: tell("", before + len(self.stats))
+        self._tell = lambda: tell("", self.before + len(self.stats))
         self._tell()
 
     def close(self) -> None:
@@ -100,32 +102,19 @@ class Face:
         self._bar.close()
 
     def interrupted(self) -> None:
-        self._interrupted(len(self.stats), len(self.prompts))
-
-    def _interrupted(self, done: int, total: int, hint: str = "") -> None:
+        done, total = self.before + len(self.stats), self.before + len(self.prompts)
         complete = f"; {done:,} of {total:,} prompts are complete" if total > 1 else ""
-        remark(f"interrupted{complete}{hint}")
-
-    def failed(self) -> None:
-        """An error ended the run."""
+        remark(f"interrupted{complete}{self.hint}")
 
     def end(self, seconds: float) -> None:
         """Every text is complete."""
 
     def compared(self, result: PairedRuns | None) -> None:
-        """Everything is done, and compared with plain decoding if that was wanted."""
+        """Nothing more comes; everything is compared with plain decoding if that was wanted."""
 
 
 class JsonDocument(Face):
     """One JSON document; interrupted, with what is complete."""
-
-    def interrupted(self) -> None:
-        self.compared(None)
-        super().interrupted()
-
-    def failed(self) -> None:
-        if self.done:
-            self.compared(None)
 
     def compared(self, result: PairedRuns | None) -> None:
         from forerun.lab.provenance import versions
@@ -165,13 +154,14 @@ class Terminal(Face):
 
 
 class Growing(Terminal):
-    """One text, as it is written; below a line per round if these are shown."""
+    """One text, as it is written; below a line per round if these are shown. What there is of it
+    stays known when it is interrupted."""
 
     wall = False
 
     def begin(self) -> None:
         super().begin()
-        self._writer, self._tail = Writer(self._out), ""
+        self._writer, self.written = Writer(self._out), ""
         if self.rounds is None:
             self._open()
 
@@ -180,6 +170,7 @@ class Growing(Terminal):
             self._writer.write(self.prompts[0].text, "dim")
 
     def event(self, place: int, event: Event) -> None:
+        self.written += "".join(piece.text for piece in event.pieces)
         if self.rounds is None:
             self._write(event.pieces)
         super().event(place, event)
@@ -189,14 +180,13 @@ class Growing(Terminal):
             self._open()
             self._write(self.done[0].pieces)
         self._writer.flush()
-        if self._out.is_terminal or (self._tail and self._tail != "\n"):
+        if self._out.is_terminal or self.written[-1:] not in ("", "\n"):
             sys.stdout.write("\n")
             sys.stdout.flush()
 
     def _write(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             self._writer.write(piece.text, STYLES[piece.origin])
-            self._tail = piece.text[-1:] or self._tail
 
 
 class Finished(Terminal):
@@ -204,7 +194,7 @@ class Finished(Terminal):
 
     def begin(self) -> None:
         super().begin()
-        self._begin_bar(len(self.prompts))
+        self._begin_bar()
         self._next = 0
 
     def finished(self, place: int, completion: Completion) -> None:
@@ -245,10 +235,11 @@ class Lines(Face):
         self._keys = [_key(job, prompt) for prompt in prompts]
         kept = set() if output is None else _completed(Path(output), self._keys)
         super().__init__(job, [p for p in prompts if p.index not in kept], rounds)
-        self._kept, self._output = len(kept), output
+        self._output, self.before = output, len(kept)
+        self.hint = "" if output is None else "; the same command goes on from here"
         if kept:
             remark(f"{output} holds {len(kept):,} of {len(prompts):,} prompts; going on")
-        self._begin_bar(len(prompts), len(kept))
+        self._begin_bar()
         self._file = sys.stdout if output is None else open(output, "a", encoding="utf-8")  # noqa: SIM115
 
     def finished(self, place: int, completion: Completion) -> None:
@@ -268,10 +259,6 @@ class Lines(Face):
         if self._output is not None:
             with contextlib.suppress(OSError):  # what a full disk did not take was told
                 self._file.close()
-
-    def interrupted(self) -> None:
-        hint = "" if self._output is None else "; the same command goes on from here"
-        self._interrupted(self._kept + len(self.stats), len(self._keys), hint)
 
     def end(self, seconds: float) -> None:
         show_summary(self, seconds)
@@ -302,11 +289,12 @@ def play(job: Job, face: Face, compare: bool = False) -> None:
                     last, stopping = event.request, interrupt.requested
         finally:
             face.close()
-    except KeyboardInterrupt:
-        face.interrupted()
-        raise
-    except Exception:
-        face.failed()
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if interrupted or face.done:
+            face.compared(None)
+        if interrupted:
+            face.interrupted()
         raise
     face.end(time.perf_counter() - began)
     if failures:

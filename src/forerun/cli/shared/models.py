@@ -158,24 +158,34 @@ class Models:
         `common` are sampling fields for all, `how` names controller, rule, and a draft where no
         option does, and `reading` is as for `Reader.prepare`."""
         from forerun import zoo
+        from forerun.controllers import CONTROLLERS
         from forerun.prompts import Reader
+        from forerun.rules import RULES
 
         chat = chat or Chat()
-
-        def prepare(reader: Reader) -> list[Prompt]:
-            return reader.prepare(prompts, common, **reading)
-
         with status(f"loading {self.target or 'the models that ship'}"), quiet():
             require(batch_size >= 1, "batch size", batch_size, "≥ 1")
             length, keep = self._check(how)
             reader = Reader.open(
                 zoo.locate(self.target), self.trust_remote_code, chat.wrap, chat.system
             )
-            early = None if reader is None else prepare(reader)
-            draft = self.draft or (None if how is None else how.draft)
-            job = replace(self._load(draft, length, keep, batch_size, remember), chat=chat)
-            ready = prepare(job.reader) if early is None else early
-            job.about["chat"] = any(p.chat for p in ready)
+            early = None if reader is None else reader.prepare(prompts, common, **reading)
+            named = None if how is None else how.draft
+            model, draft = self._load(self.draft or named, remember)
+            about = {
+                "target": self.target or "shipped",
+                "draft": draft,
+                "controller": CONTROLLERS.text(length),
+                "rule": RULES.text(keep),
+                "lossless": keep.lossless,
+                "batch_size": batch_size,
+                "device": str(model.target.device),
+                "dtype": model.target.facts.precision,
+                "runtime": model.target.facts.executor,
+            }
+            job = Job(model, length, keep, batch_size, about, chat=chat)
+            ready = job.reader.prepare(prompts, common, **reading) if early is None else early
+            about["chat"] = any(p.chat for p in ready)
             return job, ready
 
     def _check(self, how: Settings | None) -> tuple[Controller, AcceptanceRule]:
@@ -193,19 +203,11 @@ class Models:
         resolve_dtype(self.dtype)
         return length, keep
 
-    def _load(
-        self,
-        draft: str | None,
-        length: Controller,
-        keep: AcceptanceRule,
-        batch_size: int,
-        remember: bool,
-    ) -> Job:
-        from forerun.controllers import CONTROLLERS
+    def _load(self, draft: str | None, remember: bool) -> tuple[Model, str]:
+        """The model, and the name of who runs ahead of it."""
         from forerun.drafters.folders import contents_of
         from forerun.drafters.model import ModelDraft
         from forerun.model import default_draft, drafter_spec, load
-        from forerun.rules import RULES
 
         chosen = draft or default_draft(self.target)
         spec = drafter_spec(chosen)
@@ -219,18 +221,7 @@ class Models:
         )
         if draft is not None and not isinstance(spec, ModelDraft) and Path(draft).exists():
             remark(f"{draft}: {contents_of(draft).about}")
-        about = {
-            "target": self.target or "shipped",
-            "draft": draft or ("shipped" if self.target is None else str(chosen)),
-            "controller": CONTROLLERS.text(length),
-            "rule": RULES.text(keep),
-            "lossless": keep.lossless,
-            "batch_size": batch_size,
-            "device": str(model.target.device),
-            "dtype": model.target.facts.precision,
-            "runtime": model.target.facts.executor,
-        }
-        return Job(model, length, keep, batch_size, about)
+        return model, draft or ("shipped" if self.target is None else str(chosen))
 
     def require_draft_model(self, doing: str) -> None:
         """Refuse a drafter that is no model before anything is loaded."""

@@ -6,7 +6,7 @@ import json
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,33 +25,19 @@ if TYPE_CHECKING:
 WINDOW = 512  # most tokens of a stretch of text
 
 
-@dataclass(frozen=True)
-class TrainingTexts:
-    """Texts to read, prompts for the target to continue, or what it has written."""
-
-    texts: list[str] | None = None
-    prompts: list[Prompt] | None = None
-    written: list[Document] | None = None
-
-
-def open_source(data: str) -> TrainingTexts:
-    """The source that `--data` names, checked before a model is loaded."""
-    path, shipped = Path(data).expanduser(), is_shipped(data)
-    if path.is_dir() and not shipped:
+def read_texts(data: str) -> list[str] | None:
+    """The texts of a text file, a folder of them, or lines with "text"; None of what holds prompts
+    for a target, or what it wrote."""
+    path = Path(data).expanduser()
+    if is_shipped(data) or path.suffix == ".gz":
+        return None
+    if path.is_dir():
         files = sorted(path.rglob("*.txt"))
         if not files:
             raise SettingError(f"no .txt files in {data}; give a text file, a folder of them, or "
                                "a .jsonl file of prompts")  # fmt: skip
-        return TrainingTexts(texts=[read_text(file) for file in files])
-    if path.suffix == ".gz":
-        return TrainingTexts(written=list(read_written(path)))
-    if not shipped and path.suffix.lower() not in (".jsonl", ".json"):
-        return TrainingTexts(texts=[read_text(path)])
-    if not shipped and (texts := _json_texts(path)) is not None:
-        return TrainingTexts(texts=texts)
-    return TrainingTexts(
-        prompts=find_prompts(data if shipped else str(path), "val", penalised=False)
-    )
+        return [read_text(file) for file in files]
+    return _json_texts(path) if path.suffix.lower() in (".jsonl", ".json") else [read_text(path)]
 
 
 def _json_texts(path: Path) -> list[str] | None:
@@ -69,26 +55,20 @@ def _json_texts(path: Path) -> list[str] | None:
 
 
 def read_documents(
-    source: TrainingTexts,
-    job: Job,
-    folder: Path,
-    *,
-    tokens: int,
-    seed: int,
-    identity: str,
-    tell: Callable[[int], None],
+    data: str, job: Job, folder: Path, *, tokens: int, seed: int, tell: Callable[[int], None]
 ) -> list[Document]:
     """Documents with about `tokens` positions, or as many as there are: at least two."""
-    if source.texts is not None:
-        documents = _cut(source.texts, job, seed)
-    elif source.written is not None:
-        documents = _checked(source.written, job)
+    path = Path(data).expanduser()
+    if path.suffix == ".gz":
+        documents = _checked(list(read_written(path)), job)
+    elif (texts := read_texts(data)) is not None:
+        documents = _cut(texts, job, seed)
     else:
-        assert source.prompts is not None
+        prompts = find_prompts(data if is_shipped(data) else str(path), "val", penalised=False)
+        rows = job.reader.prepare([_drawn(p, i, seed) for i, p in enumerate(prompts)])
+        identity = f"{fingerprint(job.model.target.executor.module())} {data}"
         how = {"target": identity, "seed": seed, "chat": job.chat.key}
-        kept = Archive(folder / "texts.jsonl.gz", how)
-        rows = job.reader.prepare([_drawn(p, i, seed) for i, p in enumerate(source.prompts)])
-        lines = written(job, rows, kept)
+        lines = written(job, rows, Archive(folder / "texts.jsonl.gz", how))
         documents = (Document(line["ids"], line["n"] - 1, line["kind"]) for line in lines)
     chosen: list[Document] = []
     count = 0
