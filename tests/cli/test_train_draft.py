@@ -284,7 +284,7 @@ def test_trained_heads_draft(adapt, forerun, folders, tmp_path):
     assert "for the drafter 'medusa', not 'kangaroo'" in other.err
     compiled = forerun(*text, "--draft", f"medusa(path='{out}')", "--runtime", "openvino")
     assert compiled.code == 2
-    assert "choose runtime torch" in compiled.err
+    assert "use the runtime torch" in compiled.err
 
 
 @pytest.mark.parametrize(
