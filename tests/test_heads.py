@@ -203,7 +203,7 @@ def test_training_beats_the_lens_on_held_out_text(model, access, how):
         assert own["agreement"] > lens["agreement"] + 0.03
         assert 0 <= own["error"] <= 1
         assert 0 < own["confidence"] < 1
-    assert [lens["agreement"] for lens in measured["lens"]] == [r.agreement for r in before]
+    assert [lens["agreement"] for lens in measured["lens"]] == [r["agreement"] for r in before]
     for name, tensor in access._head.named_parameters():
         assert torch.equal(tensor, base[name])
         assert tensor.grad is None
@@ -234,9 +234,9 @@ def test_calibration_of_a_known_case(model):
     trainer = exits(model)
     report = trainer.reports(Sure(), HELD)[0]  # type: ignore[arg-type]
     share = float((trainer._both(HELD)[1].argmax(-1) == 5).float().mean())
-    assert report.agreement == pytest.approx(share, abs=1e-4)
-    assert report.confidence == 1.0
-    assert report.error == pytest.approx(1 - share, abs=1e-4)
+    assert report["agreement"] == pytest.approx(share, abs=1e-4)
+    assert report["confidence"] == 1.0
+    assert report["error"] == pytest.approx(1 - share, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -14,21 +14,15 @@ from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.runtime.adapters import KIND, AdapterExecutor, adapter_rows
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import draft_folder
-from forerun.runtime.layers import LayerAccess
+from forerun.runtime.layers import LogitLens
 from forerun.runtime.support import model_on_torch
 from forerun.types import Stop
 
 
-class Unembedding:
+class Unembedding(LogitLens):
     """The head of the only exit: the target's own, of what the adapter has normed already."""
 
-    tokens: torch.Tensor | None = None
-
-    def __init__(self, access: LayerAccess, depth: int) -> None:
-        self._access, self.layers = access, (depth,)
-
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """`(..., V)` logits of the adapter's states `(..., H)`."""
         return self._access.unembed(hidden)
 
 
@@ -40,7 +34,7 @@ class KangarooDrafter(SpecBoundDrafter):
         depth, access = rows.executor.adapter.depth, rows.executor.access
         # If unsure tokens stay, every one leaves at the exit, and the draft ends behind it.
         least = 0.0 if keep else threshold
-        super().__init__(rows, Unembedding(access, depth), (depth,), least, 0.0, most)
+        super().__init__(rows, Unembedding(access), (depth,), least, 0.0, most)
         self._least = threshold if keep else 0.0
         self._unsure: set[int] = set()
         """Rows whose newest token is the last of their draft."""

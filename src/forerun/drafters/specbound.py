@@ -16,6 +16,7 @@ from forerun.errors import ForerunWarning, SettingError, require
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import own_draft, spread
 from forerun.runtime.exits import exit_rows, layers_of
+from forerun.runtime.heads import load_heads
 from forerun.runtime.layers import ExitHeads, LogitLens
 from forerun.runtime.load import load_model
 from forerun.types import Stop
@@ -165,14 +166,12 @@ class SpecBound(DrafterSpec):
     bonus: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.threshold is not None:
-            between("specbound threshold", self.threshold, 0.0, float("inf"))
-        if self.anneal is not None:
-            between("specbound anneal", self.anneal, 0.0, 1e6)
-        if self.width is not None:
-            whole("specbound width", self.width, 1)
-        if self.depth is not None:
-            whole("specbound depth", self.depth, 1)
+        for name, most in (("threshold", float("inf")), ("anneal", 1e6)):
+            if (value := getattr(self, name)) is not None:
+                between(f"specbound {name}", value, 0.0, most)
+        for name in ("width", "depth"):
+            if (value := getattr(self, name)) is not None:
+                whole(f"specbound {name}", value, 1)
         if isinstance(self.layers, str):
             listed(self.layers)
         elif self.layers is not None:
@@ -268,8 +267,6 @@ def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHead
         )
     if not folder:
         return rows, LogitLens(access), folder
-    from forerun.runtime.heads import load_heads
-
     return rows, load_heads(folder, access), folder
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -27,19 +26,6 @@ from forerun.training.settings import TrainingSettings
 
 SCALE_RATE = 0.04
 """Learning rate of a head's scale, as a multiple of rate × H."""
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """How a head does on held-out positions."""
-
-    layer: int
-    agreement: float
-    """Share of positions where its arg-max is the last layer's."""
-    confidence: float
-    """Mean top-1 probability; a calibrated head's equals its agreement."""
-    error: float
-    """Expected calibration error: mean distance of the two over ten bins of confidence."""
 
 
 class ExitTrainer(StatesTraining):
@@ -130,14 +116,20 @@ class ExitTrainer(StatesTraining):
         """
         own = self.reports(self.heads, texts)
         return {
-            "top1": round(sum(r.agreement for r in own) / len(own), 4),
-            "layers": [asdict(report) for report in own],
-            "lens": [asdict(report) for report in self.reports(LogitLens(self._access), texts)],
+            "top1": round(sum(report["agreement"] for report in own) / len(own), 4),
+            "layers": own,
+            "lens": self.reports(LogitLens(self._access), texts),
         }
 
     @torch.no_grad()
-    def reports(self, heads: ExitHeads, texts: Sequence[Document]) -> list[LayerReport]:
-        """Agreement with the last layer, and calibration, of heads after each exit layer."""
+    def reports(self, heads: ExitHeads, texts: Sequence[Document]) -> list[dict[str, Any]]:
+        """How heads do after each exit "layer" on held-out positions.
+
+        Returns:
+            "agreement", the share of positions where the arg-max is the last layer's; "confidence",
+            the mean top-1 probability, which of a calibrated head is its agreement; "error", the
+            expected calibration error: mean distance of the two over ten bins of confidence.
+        """
         right: list[list[torch.Tensor]] = [[] for _ in self.heads.layers]
         sure: list[list[torch.Tensor]] = [[] for _ in self.heads.layers]
         for hidden, last in map(self._both, self._batches(texts)):
@@ -146,17 +138,19 @@ class ExitTrainer(StatesTraining):
                 token = index if heads.tokens is None else heads.tokens[index]
                 sure[i].append(top.double().cpu())
                 right[i].append((token == last.argmax(-1)).double().cpu())
+        parts = zip(map(torch.cat, right), map(torch.cat, sure), strict=True)
         return [
-            _report(layer, torch.cat(right[i]), torch.cat(sure[i]))
-            for i, layer in enumerate(self.heads.layers)
+            {"layer": n, **_calibration(*own)}
+            for n, own in zip(self.heads.layers, parts, strict=True)
         ]
 
     def _form(self) -> dict[str, Any]:
         return self.heads.form
 
 
-def _report(layer: int, right: torch.Tensor, sure: torch.Tensor) -> LayerReport:
+def _calibration(right: torch.Tensor, sure: torch.Tensor) -> dict[str, float]:
     bins = (sure * 10).long().clamp_(max=9)
     gaps = torch.zeros(10, dtype=torch.double).index_add_(0, bins, right - sure)
-    numbers = right.mean(), sure.mean(), gaps.abs().sum() / max(len(sure), 1)
-    return LayerReport(layer, *(round(float(number), 4) for number in numbers))
+    error = gaps.abs().sum() / max(len(sure), 1)
+    numbers = {"agreement": right.mean(), "confidence": sure.mean(), "error": error}
+    return {name: round(float(number), 4) for name, number in numbers.items()}
