@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 import forerun
 from benchmarks import rsd
@@ -37,13 +36,13 @@ class Counted(EASD):
 
     penalised: ClassVar[list[int]] = [0]
 
-    def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+    def judge(self, draft: Draft, target: Target, uniforms: Any) -> Verdict:
         """As EASD."""
         verdict = super().judge(draft, target, uniforms)
         if draft.tokens.shape[1]:
-            place = torch.arange(draft.tokens.shape[1])
-            judged = place <= verdict.accepted.unsqueeze(-1)
-            self.penalised[0] += int((self.fires(Odds(draft, target)) & judged).sum())
+            odds = Odds(draft, target)
+            judged = odds.place <= verdict.accepted[:, None]
+            self.penalised[0] += int((self.fires(odds) & judged).sum())
         return verdict
 
 

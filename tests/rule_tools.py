@@ -9,8 +9,8 @@ from functools import cache
 
 import torch
 
+from forerun.arrays import one_hot
 from forerun.rules import RULES, AcceptanceRule
-from forerun.rules.odds import one_hot
 from forerun.types import Draft, Target, Verdict
 
 NEG = -math.inf

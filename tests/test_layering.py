@@ -19,6 +19,7 @@ LAYERS = [
         "types",
         "registry",
         "signals",
+        "arrays",
         "cache",
         "checks",
         "confidence",
@@ -58,7 +59,8 @@ ALLOWED.update(
     }
 )
 CHECKED = {"errors", "checks"}
-ALLOWED.update(signals={"errors", "types"}, costs=CHECKED, chat=CHECKED)
+ALLOWED.update(signals={"errors", "types"}, arrays={"signals", "types"})
+ALLOWED.update(costs=CHECKED, chat=CHECKED)
 
 
 def imported(path: Path, root: Path = ROOT) -> set[str]:

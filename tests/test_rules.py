@@ -7,11 +7,13 @@ import math
 import pickle
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.arrays import beside
 from forerun.cli.parts import Card
 from forerun.errors import SettingError, UnknownNameError
 from forerun.rules import RULES, AcceptanceRule, sample
@@ -662,8 +664,8 @@ def test_real_coins_tell_a_wrong_rule():
 )
 def test_a_token_of_weight_zero_is_never_drawn(weights, coin):
     probs = torch.tensor([weights], dtype=torch.float64)
-    token = int(sample(probs, torch.tensor([coin], dtype=torch.float64)))
-    assert weights[token] > 0
+    for values in (probs, probs.numpy()):
+        assert weights[int(sample(values, [coin])[0])] > 0
 
 
 def test_sample_inverts_the_cumulative_sum():
@@ -673,8 +675,11 @@ def test_sample_inverts_the_cumulative_sum():
         got = sample(probs.to(dtype).expand(6, 6), coins)
         assert got.tolist() == [1, 1, 3, 3, 4, 4]
         assert got.dtype == torch.int64
-    assert sample(100 * probs, coins[2]).shape == ()
-    assert sample(probs.expand(2, 3, 6), coins.view(2, 3)).tolist() == [[1, 1, 3], [3, 4, 4]]
+    for values in (probs, probs.numpy()):
+        assert sample(100 * values, coins[2]).shape == ()
+        several = np.broadcast_to(values, (2, 3, 6))
+        several = beside(several.copy(), values)
+        assert sample(several, coins.view(2, 3)).tolist() == [[1, 1, 3], [3, 4, 4]]
 
 
 def test_sample_at_the_extremes_of_a_large_vocabulary():
@@ -682,5 +687,28 @@ def test_sample_at_the_extremes_of_a_large_vocabulary():
     probs = torch.rand(4, 50_000, generator=g).softmax(-1)
     probs[:, :100] = 0
     probs[:, -100:] = 0
-    assert sample(probs, torch.zeros(4, dtype=torch.float64)).tolist() == [100] * 4
-    assert sample(probs, torch.full((4,), LAST, dtype=torch.float64)).tolist() == [49_899] * 4
+    coins = torch.rand(4, generator=g, dtype=torch.float64)
+    for values in (probs, probs.numpy()):
+        assert sample(values, torch.zeros(4, dtype=torch.float64)).tolist() == [100] * 4
+        assert sample(values, torch.full((4,), LAST, dtype=torch.float64)).tolist() == [49_899] * 4
+        assert sample(values, coins).tolist() == sample(probs, coins).tolist()
+
+
+@pytest.mark.parametrize(
+    ("spec", "greedy", "certain"),
+    spread(3, SPECS, [True, None, [True, False, True, False, False]], [True, False]),
+)
+def test_arrays_of_the_host_are_judged_like_tensors(spec, greedy, certain):
+    if family(spec) in GREEDY_ONLY and greedy is not True:
+        pytest.skip("greedy requests only")
+    for width in (0, 1, 4):
+        draft, target, coins = scene(
+            width=width, vocab=40, greedy=greedy, certain=certain, dtype=torch.float64
+        )
+        host = [
+            replace(part, **{name: value.numpy() for name, value in tensors(part).items()})
+            for part in (draft, target)
+        ]
+        verdict = make(spec).judge(*host, coins.numpy())
+        made = {name: torch.from_numpy(value) for name, value in tensors(verdict).items()}
+        assert_close(make(spec).judge(draft, target, coins), Verdict(**made), atol=1e-12)

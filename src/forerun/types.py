@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import torch
-
+Array = Any
+"""A numpy array, or a torch tensor."""
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -137,46 +136,49 @@ class RoundOutcome(NamedTuple):
         return len(self.tokens) > 0 and getattr(self.tokens[0], signal) is not None
 
 
-def _at(values: torch.Tensor | None, index: list[int]) -> torch.Tensor | None:
+def _at(values: Array | None, index: list[int]) -> Array | None:
     return None if values is None else values[index]
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter proposes for one round."""
+    """What a drafter proposes for one round, in arrays of the host or of a GPU."""
 
-    tokens: torch.Tensor
+    tokens: Array
     """`(rows, K)` int64 token ids, padded with 0 beyond `lengths`."""
-    lengths: torch.Tensor
+    lengths: Array
     """`(rows,)` int64, `0 ≤ lengths ≤ K`."""
-    logits: torch.Tensor | None = None
+    logits: Array | None = None
     """`(rows, K, V)` processed logits the tokens were sampled from; None means every token was
     certain (a one-hot distribution: greedy drafts, lookup)."""
-    raw: torch.Tensor | None = None
+    raw: Array | None = None
     """`(rows, K, V)` the draft's logits at temperature 1, before any transform; None if no rule
     reads them (`AcceptanceRule.reads_draft`), `logits` itself where nothing transforms them."""
+
+    chosen: Array | None = None
+    """`(rows, K)` probabilities of the tokens by `logits`, where they are known already."""
 
     def take(self, rows: Sequence[int]) -> Draft:
         index = list(rows)
         logits = _at(self.logits, index)
         raw = logits if self.raw is self.logits else _at(self.raw, index)
-        return Draft(self.tokens[index], self.lengths[index], logits, raw)
+        return Draft(self.tokens[index], self.lengths[index], logits, raw, _at(self.chosen, index))
 
 
 @dataclass(frozen=True)
 class Target:
     """The target's side of one round: position `i` follows the first `i` drafted tokens."""
 
-    logits: torch.Tensor
+    logits: Array
     """`(rows, K + 1, V)` after the request's sampling transform (penalties, bias, temperature,
     top-k, ...); excluded tokens are −inf. Greedy rows are not divided by a temperature."""
-    greedy: torch.Tensor
+    greedy: Array
     """`(rows,)` bool, on the CPU: the arg-max is the only token, as the request decodes greedily
     or its noise is in the logits."""
-    raw: torch.Tensor | None = None
+    raw: Array | None = None
     """`(rows, K + 1, V)` before the transform, i.e. at temperature 1; `logits` itself where that
     does nothing, None if nobody kept it."""
-    spent: torch.Tensor | None = None
+    spent: Array | None = None
     """`(rows, 2)` float64, on the CPU: the request's summed drift so far and its tokens so far."""
 
     def take(self, rows: Sequence[int]) -> Target:
@@ -190,20 +192,20 @@ class Target:
 class Verdict:
     """What a rule keeps."""
 
-    accepted: torch.Tensor
+    accepted: Array
     """`(rows,)` int64."""
-    next_token: torch.Tensor
+    next_token: Array
     """`(rows,)` int64: the correction after a rejection, the bonus token otherwise."""
-    accept_prob: torch.Tensor
+    accept_prob: Array
     """`(rows, K)` float: probability of keeping token `i` given that all before it were kept, 0
     beyond the draft's length. `E[accepted] = accept_prob.cumprod(-1).sum(-1)`."""
-    next_probs: torch.Tensor | None = None
+    next_probs: Array | None = None
     """`(rows, V)` distribution `next_token` was drawn from; None when it was certain."""
-    drift: torch.Tensor | None = None
+    drift: Array | None = None
     """`(rows, K)` exact total-variation distance, in [0, 1], between what the rule emits at a
     position and the target's distribution there, given the tokens before it; 0 beyond the first
     rejected token, where nothing is emitted. (`priced` knows it in the mean over drafts only.) None
     for lossless rules."""
-    failed: torch.Tensor | None = None
+    failed: Array | None = None
     """`(rows,)` bool: the target's logits after the accepted tokens are those of no distribution (a
     NaN, +inf, or every token excluded), so `next_token` means nothing. None if nobody looked."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from forerun.types import Stop, Token
+from forerun.types import Array, Stop, Token
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,9 +35,11 @@ class Proposal:
     shown: list[list[Token]] = field(default_factory=list)
     """What the draft's distribution says of each token, for controllers; empty rows where it says
     nothing (lookup)."""
-    logits: list[torch.Tensor] = field(default_factory=list)
+    logits: list[Array] = field(default_factory=list)
     """Per step `(rows, V)` processed logits the tokens were drawn from; empty where all tokens were
     certain."""
+    chosen: list[Array] = field(default_factory=list)
+    """Per step `(rows,)` their probabilities by these, if they are known."""
     leaves: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Rows of whose draft second choices are judged, too: `(place, token)` of each, beside the
     drafted token at that place."""
@@ -78,22 +81,23 @@ class Proposal:
         Where these come with a distribution, that of the others is all on the token, so that rules
         judge them as they judge a lookup.
         """
-        import torch
-
         for row, tokens in certain.items():
             self.tokens[row] = [*tokens, *self.tokens[row]]
         if not self.logits or not any(certain.values()):
             return
-        steps = [logits.clone() for logits in self.logits]
-        for _ in range(max(map(len, self.tokens)) - len(steps)):
-            steps.append(torch.zeros_like(steps[0]))
+        from forerun.arrays import library
+
+        like = self.logits[0]
+        steps = [library(like).zeros_like(like) for _ in range(max(map(len, self.tokens)))]
+        for step, logits in zip(steps, self.logits, strict=False):
+            step[:] = logits
         for row, tokens in certain.items():
             for place in range(len(tokens), len(self.tokens[row])):
                 steps[place][row] = self.logits[place - len(tokens)][row]
             for place, token in enumerate(tokens):
-                steps[place][row] = -torch.inf
+                steps[place][row] = -math.inf
                 steps[place][row, token] = 0.0
-        self.logits = steps
+        self.logits, self.chosen = steps, []
 
 
 @dataclass

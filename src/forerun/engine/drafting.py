@@ -9,16 +9,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from forerun.arrays import beside, finite, library, on_host, put, sample, softmax
 from forerun.drafters.base import Drafter, Proposal, Step, Texts
 from forerun.engine.endings import draft_stop, proposal_stop
 from forerun.engine.leaves import grow, takes_leaves
 from forerun.engine.lengths import Lengths
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
-from forerun.rules.base import sample
 from forerun.runtime.base import LOGITS, Best, best_of
+from forerun.runtime.best import read
 from forerun.signals import measure
-from forerun.types import LIVE_SIGNALS, SIGNALS, Stop, Token
+from forerun.types import LIVE_SIGNALS, SIGNALS, Array, Stop, Token
 
 MEASURED = frozenset((*SIGNALS, *LIVE_SIGNALS))
 Clock = Callable[[], float]
@@ -157,23 +158,38 @@ class RoundContext:
         """Per row a token under its sampling, and what policies read; where active."""
         sampler, rows = self._sampler, self._rows
         changed = self._shaped(logits, proposal)
-        processed = sampler.sharpen(changed)[:, 0]
-        top, picked = processed.max(-1)
+        processed = on_host(sampler.sharpen(changed)[:, 0])
+        lib = library(processed)
         if sampler.some_certain:
-            certain = sampler.certain.to(logits.device).unsqueeze(-1)
-            only = torch.full_like(processed, -torch.inf)
-            only.scatter_(-1, picked.unsqueeze(-1), 0.0)
-            processed = torch.where(certain, only, processed)
-        coins = [0.0] * len(rows)
+            only = lib.full_like(processed, -np.inf)
+            only = put(only, processed.argmax(-1)[:, None], 0.0)
+            # What is no distribution stays none.
+            only = lib.where(finite(lib.amax(processed, -1))[:, None], only, np.nan)
+            certain = beside(sampler.certain.numpy(), processed)[:, None]
+            processed = lib.where(certain, only, processed)
+        coins = np.zeros(len(rows))
         for row in active:
             if not rows[row].certain:
                 coins[row] = rows[row].random.random()
-        uniforms = torch.tensor(coins, dtype=torch.float64, device=logits.device)
-        picked = sample(processed.softmax(-1), uniforms)
+        probs = softmax(processed)
+        picked = sample(probs, coins)
+        chosen = probs[beside(np.arange(len(rows)), picked), picked]
         proposal.logits.append(processed)
-        measured = measure(changed[:, 0], picked, self._signals)
-        signals = {name: values.unsqueeze(-1).tolist() for name, values in measured.items()}
-        return Best(picked.unsqueeze(-1).tolist(), signals, top.isfinite().unsqueeze(-1).tolist())
+        proposal.chosen.append(chosen)
+        signals = self._measured(changed[:, 0], picked, chosen)
+        shown = {name: [[value] for value in values] for name, values in signals.items()}
+        return Best(picked[:, None].tolist(), shown, (chosen > 0)[:, None].tolist())
+
+    def _measured(
+        self, logits: torch.Tensor, tokens: Array, chosen: Array
+    ) -> dict[str, list[float]]:
+        """What policies read of tokens drawn from `(rows, V)` logits, with those chances."""
+        names = self._signals - {"chosen"} if self._sampler.untouched else self._signals
+        if isinstance(tokens, np.ndarray):
+            signals = read(on_host(logits), names, tokens)[2] if names else {}
+        else:
+            signals = {n: of.tolist() for n, of in measure(logits, tokens, names).items()}
+        return signals if names is self._signals else signals | {"chosen": chosen.tolist()}
 
     def _shaped(self, logits: torch.Tensor, proposal: Proposal, own: bool = False) -> torch.Tensor:
         """`(rows, 1, V)` logits under each row's penalties, biases and constraint."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from forerun.arrays import beside, library, on_host
 from forerun.drafters.base import Proposal
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
@@ -18,7 +19,7 @@ from forerun.errors import NumericalError, SettingError
 from forerun.rules.base import AcceptanceRule, ComparedRow
 from forerun.runtime.base import Best
 from forerun.runtime.best import entropy_of
-from forerun.types import Draft, Target, Verdict
+from forerun.types import Array, Draft, Target, Verdict
 
 
 @dataclass
@@ -34,7 +35,7 @@ class RowVerdict:
     """Per drafted token under a lossy rule; see `Verdict.drift`."""
     error: Exception | None = None
     """Why there is no token to follow."""
-    probs: torch.Tensor | None = None
+    probs: Array | None = None
     """`(V,)` what `following` was drawn from, in a row with leaves; None if it was certain."""
     leaf: int | None = None
     """Which of the row's leaves is kept behind the accepted tokens; `following` follows it."""
@@ -129,11 +130,13 @@ def judge(
     judged, width = [row for row, n in enumerate(wanted) if n], max(map(len, proposal.tokens))
     if logits.shape[1] <= width:  # a bonus that nobody wants is drawn from nothing
         logits = torch.nn.functional.pad(logits, (0, 0, 0, width + 1 - logits.shape[1]))
-    target = Target(
-        sampler.process(logits, rows, proposal.tokens), sampler.certain, logits, _spent(rows)
-    )
-    draft = _as_tensors(proposal, width, logits.device, sampler.untouched)
-    uniforms = _coins(rows, proposal, width, judged).to(logits.device)
+    processed = sampler.process(logits, rows, proposal.tokens)
+    shaped = raw = on_host(processed)
+    if processed is not logits:
+        raw = on_host(logits)
+    target = Target(shaped, sampler.certain.numpy(), raw, _spent(rows))
+    draft = _drafted(proposal, width, shaped, sampler.untouched)
+    uniforms = beside(_coins(rows, proposal, width, judged), shaped)
     groups: dict[AcceptanceRule, list[int]] = {}
     for row in judged:
         groups.setdefault(rows[row].request.rule, []).append(row)
@@ -198,16 +201,21 @@ def _per_row(
     return out
 
 
-def _as_tensors(proposal: Proposal, width: int, device: torch.device, untouched: bool) -> Draft:
+def _drafted(proposal: Proposal, width: int, like: Array, untouched: bool) -> Draft:
     """The draft as rules see it, padded to `width`; `untouched` as of `Sampler`."""
     tokens, rows = proposal.tokens, len(proposal.tokens)
     padded = [[*draft, *[0] * (width - len(draft))] for draft in tokens]
-    logits = torch.stack(proposal.logits[:width], dim=1) if proposal.logits and width else None
+    lib, logits, chosen = library(like), None, None
+    if proposal.logits and width:
+        logits = lib.stack(proposal.logits[:width], 1)
+        chosen = lib.stack(proposal.chosen[:width], 1) if proposal.chosen else None
+    raw = logits if untouched else raw_of(proposal, width)
     return Draft(
-        torch.tensor(padded, dtype=torch.long, device=device).view(rows, width),
-        torch.tensor([len(draft) for draft in tokens], device=device),
+        beside(np.array(padded, np.int64).reshape(rows, width), like),
+        beside(np.array([len(draft) for draft in tokens]), like),
         logits,
-        logits if untouched else raw_of(proposal, width),
+        on_host(raw) if isinstance(raw, torch.Tensor) else raw,
+        chosen,
     )
 
 
@@ -217,20 +225,18 @@ def raw_of(proposal: Proposal, width: int) -> torch.Tensor | None:
     return torch.stack(steps, dim=1) if steps else None
 
 
-def _spent(rows: Sequence[Row]) -> torch.Tensor | None:
+def _spent(rows: Sequence[Row]) -> Array | None:
     """`(rows, 2)` summed drift and tokens so far; None if no row's rule is lossy."""
     if all(row.request.rule.lossless for row in rows):
         return None
-    return torch.tensor([[row.drift or 0.0, row.produced] for row in rows], dtype=torch.float64)
+    return np.array([[row.drift or 0.0, row.produced] for row in rows])
 
 
-def _coins(
-    rows: Sequence[Row], proposal: Proposal, width: int, judged: Sequence[int]
-) -> torch.Tensor:
+def _coins(rows: Sequence[Row], proposal: Proposal, width: int, judged: Sequence[int]) -> Array:
     """`(rows, width + 1)` coins; each row draws as many as it needs, whoever its neighbours are."""
     uniforms = np.zeros((len(rows), width + 1))
     for row in judged:
         if not rows[row].certain:
             *coins, last = rows[row].random.random(len(proposal.tokens[row]) + 1)
             uniforms[row, : len(coins)], uniforms[row, width] = coins, last
-    return torch.from_numpy(uniforms)
+    return uniforms

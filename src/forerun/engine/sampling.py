@@ -112,8 +112,9 @@ class Sampler:
                 if noise is not None:
                     settled = len(texts[row].context)
                     noise.add(out[row], settled + before[row], settled)
-            # The same arg-max, in units that signals mean the same in at any temperature.
-            out *= self._by_noise.temperature.to(out)
+            if self._by_noise.tempers:
+                # The same arg-max, in units that signals mean the same in at any temperature.
+                out *= self._by_noise.temperature.to(out)
         return out
 
     def sharpen(self, shaped: torch.Tensor) -> torch.Tensor:
@@ -173,6 +174,7 @@ class _Tempering:
 
     def __init__(self, rows: Sequence[Sampling]) -> None:
         self.temperature = torch.tensor([s.temperature or 1.0 for s in rows]).view(-1, 1, 1)
+        self.tempers = any(s.temperature not in (0, 1) for s in rows)
         self._truncates = any(s.truncates for s in rows)
         self._top_k = [s.top_k if s.truncates else 0 for s in rows]
         self._top_p = [s.top_p if s.truncates else 1.0 for s in rows]
@@ -180,7 +182,8 @@ class _Tempering:
 
     def temper(self, logits: torch.Tensor) -> None:
         """Do it to `(rows, n, V)` logits, in place."""
-        logits /= self.temperature.to(logits)
+        if self.tempers:
+            logits /= self.temperature.to(logits)
         if not self._truncates:
             return
         vocab = logits.shape[-1]

@@ -1,7 +1,8 @@
-"""Acceptance rules: what to keep. torch only; one method per file."""
+"""Acceptance rules: what to keep. one method per file, on arrays of numpy or torch."""
 
+from forerun.arrays import sample
 from forerun.registry import Registry
-from forerun.rules.base import AcceptanceRule, PositionRule, sample
+from forerun.rules.base import AcceptanceRule, PositionRule
 
 RULES = Registry(
     "rule",

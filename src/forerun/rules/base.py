@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-import torch
+import numpy as np
 
+from forerun.arrays import beside, finite, one_hot, put, sample, softmax
 from forerun.errors import require
-from forerun.rules.odds import Odds, Weighed, finite, one_hot
-from forerun.types import Draft, Target, Verdict
+from forerun.rules.odds import Odds, Weighed
+from forerun.types import Array, Draft, Target, Verdict
 
 
 class ComparedRow(NamedTuple):
@@ -74,22 +75,24 @@ class AcceptanceRule(ABC):
         target's arg-max: true in vain costs a full judgement, false must be right."""
         return not self.matches_greedy
 
-    def judge(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+    def judge(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Accept a prefix of each row's draft and choose the token after it.
 
         Args:
-            draft: `(rows, K)` tokens with their distributions.
+            draft: `(rows, K)` tokens with their distributions; all arrays are of numpy, or all of
+                torch on a device (`forerun.arrays`).
             target: `(rows, K + 1, V)` processed logits.
             uniforms: `(rows, K + 1)` float64 coins in [0, 1), each row's from its own stream:
                 column `i` decides position `i`, the last column draws the next token.
         """
-        verdict = self.decide(draft, target, uniforms)
-        if verdict.failed is None:
-            verdict = replace(verdict, failed=_failed(verdict, target))
+        with np.errstate(all="ignore"):
+            verdict = self.decide(draft, target, uniforms)
+            if verdict.failed is None:
+                verdict = replace(verdict, failed=_failed(verdict, target))
         return verdict
 
     @abstractmethod
-    def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+    def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """What `judge` returns, arguments as there; `failed` may be left to it."""
 
 
@@ -100,16 +103,16 @@ class PositionRule(AcceptanceRule):
     def weigh(self, odds: Odds) -> Weighed:
         """How likely each drafted token is kept, and what replaces it."""
 
-    def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+    def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Accept a prefix by coins, draw the next token."""
         odds, width = Odds(draft, target), draft.tokens.shape[1]
         if width == 0:  # plain decoding: nothing to weigh
-            nothing = target.logits.new_zeros(len(draft.lengths), 0, dtype=odds.dtype)
+            nothing = odds.lib.zeros_like(target.logits[:, :0, 0], dtype=odds.dtype)
             weighed = Weighed(nothing)
         else:
             weighed = self.weigh(odds)
         # Not a product: what stands beyond a row's draft may be no number.
-        accept = torch.where(odds.inside, weighed.accept, 0)
+        accept = odds.lib.where(odds.inside, weighed.accept, 0)
         accepted = (uniforms[:, :width] < accept).cumprod(-1).sum(-1)
         probs = _following(odds, weighed, accepted)
         drift = None if self.lossless else drift_of(odds, weighed, accepted)
@@ -118,79 +121,58 @@ class PositionRule(AcceptanceRule):
         return Verdict(accepted, sample(probs, uniforms[:, -1]), accept, probs, drift)
 
 
-def drift_of(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Tensor:
+def drift_of(odds: Odds, weighed: Weighed, accepted: Array) -> Array:
     """`(rows, K)` as in `Verdict`, of so many accepted tokens."""
-    drift = torch.zeros_like(weighed.accept)
+    drift = odds.lib.zeros_like(weighed.accept)
     if weighed.drift is not None:
-        place = torch.arange(odds.width, device=accepted.device)
-        judged = odds.inside & (place <= accepted.unsqueeze(-1))
-        drift[judged] = weighed.drift(odds.take(judged)).squeeze(-1).clamp(0, 1)  # rounding
+        judged = odds.inside & (odds.place <= accepted[:, None])
+        drift[judged] = weighed.drift(odds.take(judged))[:, 0].clip(0, 1)  # rounding
     return drift
 
 
-def _failed(verdict: Verdict, target: Target) -> torch.Tensor:
+def _failed(verdict: Verdict, target: Target) -> Array:
     """`(rows,)` bool: the target's logits at the next token are those of no distribution.
 
     A token that was drawn has a finite logit and a probability. If the logits are not sound, either
     it is their arg-max, which is then not finite, or its probability is a NaN.
     """
-    row = torch.arange(len(verdict.accepted), device=verdict.accepted.device)
+    row = beside(np.arange(len(verdict.accepted)), verdict.accepted)
     value = target.logits[row, verdict.accepted, verdict.next_token]
     if verdict.next_probs is not None:
         value = value * verdict.next_probs[row, verdict.next_token]
     return ~finite(value)
 
 
-def _following(odds: Odds, weighed: Weighed, accepted: torch.Tensor) -> torch.Tensor:
+def _following(odds: Odds, weighed: Weighed, accepted: Array) -> Array:
     """`(rows, V)` distribution of the token after the accepted ones (greedy rows: one-hot, or
     logits if all are)."""
-    draft, row = odds.draft, torch.arange(len(accepted), device=accepted.device)
+    draft, row, where = odds.draft, odds.row[:, 0], odds.lib.where
     logits = odds.target.logits[row, accepted]
-    at = accepted.clamp(max=max(odds.width - 1, 0))
+    at = accepted.clip(0, max(odds.width - 1, 0))
     rejected = accepted < odds.lengths
     if weighed.struck is not None:
-        token = weighed.struck[row, at].unsqueeze(-1)
-        struck = logits.scatter(-1, token.clamp(min=0), -torch.inf)
-        logits = torch.where(rejected.unsqueeze(-1) & (token >= 0), struck, logits)
+        token = weighed.struck[row, at][:, None]
+        struck = put(logits, token.clip(0), -np.inf)
+        logits = where(rejected[:, None] & (token >= 0), struck, logits)
     if odds.all_greedy:
         return logits
-    probs = logits.softmax(-1, dtype=odds.dtype)
+    probs = softmax(logits)
     if odds.width and weighed.residual is not False:
-        if draft.logits is None:
-            residual = probs.scatter(1, draft.tokens[row, at].unsqueeze(-1), 0)
-        else:
-            residual = (probs - draft.logits[row, at].softmax(-1, dtype=probs.dtype)).clamp(min=0)
-        mass = residual.sum(-1, keepdim=True)
         use = rejected if weighed.residual is True else rejected & weighed.residual[row, at]
-        # Rounding may leave nothing of the residual: then the target itself.
-        probs = torch.where(use.unsqueeze(-1) & (mass > 0), residual / mass, probs)
+        if use.any():
+            if draft.logits is None:
+                residual = put(probs, draft.tokens[row, at][:, None], 0)
+            else:
+                residual = (probs - softmax(draft.logits[row, at])).clip(0)
+            mass = residual.sum(-1)[:, None]
+            # Rounding may leave nothing of the residual: then the target itself.
+            probs = where(use[:, None] & (mass > 0), residual / mass, probs)
     if odds.some_greedy:
-        probs = torch.where(odds.greedy, one_hot(logits), probs)
+        probs = where(odds.greedy, one_hot(logits), probs)
     return probs
 
 
-def sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw from each distribution by inverting its cumulative sum.
-
-    Args:
-        probs: `(..., V)` non-negative weights, not all zero; they need not sum to one.
-        uniform: `(...,)` float64 in [0, 1).
-
-    Returns:
-        `(...,)` int64 token ids. A token of weight zero is never drawn.
-    """
-    cumulative = probs.to(torch.float64).cumsum(-1) * (probs > 0)
-    total = cumulative.amax(-1, keepdim=True)
-    # Rounding must not put the point on the total, where no token is left above it.
-    point = torch.minimum(uniform.unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))
-    # The first token strictly above the point, and one of positive weight: not `searchsorted`,
-    # since a parallel sum may differ by rounding across tokens of weight zero.
-    return (cumulative > point).view(torch.uint8).argmax(-1)
-
-
-def second_draw(
-    probs: torch.Tensor, drawn_from: torch.Tensor, token: int
-) -> tuple[float, torch.Tensor]:
+def second_draw(probs: Array, drawn_from: Array, token: int) -> tuple[float, Array]:
     """Recursive rejection sampling: judge a second token where the first was rejected.
 
     Args:
@@ -205,7 +187,7 @@ def second_draw(
     Reference: Yang et al. 2024, Multi-Candidate Speculative Decoding, Algorithm 1; Jeon et al.
     2024, Recursive Speculative Decoding (without replacement).
     """
-    rest = (probs - drawn_from).clamp(min=0)
+    rest = (probs - drawn_from).clip(0)
     mass = rest.sum()
     # Rounding may leave nothing: then the token is kept, or the first answer stands.
     return float(probs[token] / drawn_from[token]), rest / mass if mass > 0 else probs

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+import numpy as np
 
-from forerun.rules.base import AcceptanceRule, sample
+from forerun.arrays import beside, cast, library, one_hot, put, sample, softmax
+from forerun.rules.base import AcceptanceRule
 from forerun.rules.exact import match_greedy
-from forerun.rules.odds import one_hot, sound_length
-from forerun.signals import float_type
-from forerun.types import Draft, Target, Verdict
+from forerun.rules.odds import sound_length
+from forerun.types import Array, Draft, Target, Verdict
 
 
 @dataclass(frozen=True)
@@ -27,62 +27,66 @@ class Block(AcceptanceRule):
     lossless: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
 
-    def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+    def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Keep the longest prefix whose coin allows it, draw the next token."""
         if target.greedy.all():
             return match_greedy(draft, target.logits)
-        dtype, width = float_type(target.logits), draft.tokens.shape[1]
-        tokens = draft.tokens.unsqueeze(-1)
-        goal = target.logits.softmax(-1, dtype=dtype)
-        sound = goal[:, :width].gather(-1, tokens) >= 0  # a NaN is not
+        lib, width = library(draft.tokens), draft.tokens.shape[1]
+        row = beside(np.arange(len(draft.tokens)), draft.tokens)
+        place = beside(np.arange(1, width + 1), draft.tokens)
+        drafted = row[:, None], place - 1, draft.tokens
+        goal = softmax(target.logits)
+        sound = goal[drafted] >= 0  # a NaN is not
         if target.greedy.any():
-            greedy = target.greedy.to(goal.device).view(-1, 1, 1)
-            goal = torch.where(greedy, one_hot(target.logits), goal)
+            greedy = beside(target.greedy, draft.tokens)[:, None]
+            goal = lib.where(greedy[..., None], one_hot(target.logits), goal)
         if draft.logits is None:
-            guess = torch.zeros_like(goal[:, :width]).scatter_(-1, tokens, 1)
+            guess = put(lib.zeros_like(goal[:, :width]), draft.tokens[..., None], 1)
         else:
-            guess = draft.logits.softmax(-1, dtype=dtype)
-            sound &= guess.gather(-1, tokens) > 0
-        lengths = sound_length(draft.lengths, sound.squeeze(-1))
+            guess = softmax(draft.logits)
+            sound = sound & (guess[drafted] > 0)
+        lengths = sound_length(draft.lengths, sound)
 
-        joint = _joint(goal[:, :width].gather(-1, tokens), guess.gather(-1, tokens))
-        residual = (joint[:, :width].unsqueeze(-1) * goal[:, :width] - guess).clamp(min=0)
+        joint = _joint(goal[drafted], guess[drafted])
+        residual = (joint[:, :width, None] * goal[:, :width] - guess).clip(0)
         mass = residual.sum(-1)
         whole = mass + 1 - joint[:, :width]
         # Where joint is 1 and nothing is left over, both models agree from here on.
-        inner = torch.where(whole > 0, mass / whole, torch.ones_like(mass))
-        place = torch.arange(1, width + 1, device=goal.device)
-        last, inside = (place == lengths.unsqueeze(-1), place <= lengths.unsqueeze(-1))
-        stop = torch.where(last, joint[:, 1:], torch.nn.functional.pad(inner[:, 1:], (0, 1)))
-        stop = stop * inside
+        inner = lib.where(whole > 0, mass / whole, 1.0)
+        last, inside = (place == lengths[:, None], place <= lengths[:, None])
+        none = lib.zeros_like(lengths)[:, None]
+        inner = lib.concatenate((inner[:, 1:], cast(none, inner.dtype)), -1)
+        stop = lib.where(last, joint[:, 1:], inner) * inside
 
         kept = (uniforms[:, :width] < stop) * place
-        accepted = torch.nn.functional.pad(kept, (1, 0)).amax(-1)
-        row = torch.arange(len(accepted), device=goal.device)
+        accepted = lib.amax(lib.concatenate((none, kept), -1), -1)
         probs = goal[row, accepted]
         if width:
-            at = accepted.clamp(max=width - 1)
+            at = accepted.clip(0, width - 1)
             use = (accepted < lengths) & (mass[row, at] > 0)
-            drawn = residual[row, at] / mass[row, at].unsqueeze(-1)
-            probs = torch.where(use.unsqueeze(-1), drawn, probs)
+            drawn = residual[row, at] / mass[row, at][:, None]
+            probs = lib.where(use[:, None], drawn, probs)
         chance = _reached(stop)
         if target.greedy.any():  # as if alone: also behind what cannot be reached
             match = match_greedy(draft, target.logits).accept_prob
-            chance = torch.where(greedy.view(-1, 1), match, chance)
+            chance = lib.where(greedy, match, chance)
         return Verdict(accepted, sample(probs, uniforms[:, -1]), chance, probs)
 
 
-def _joint(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-    """`(rows, K + 1)` p_0 … p_K from `(rows, K, 1)` probabilities of the drafted tokens."""
-    ratio = (target / draft).squeeze(-1).nan_to_num(0, posinf=torch.finfo(target.dtype).max)
-    joint = [torch.ones_like(ratio[:, :1])]
+def _joint(target: Array, draft: Array) -> Array:
+    """`(rows, K + 1)` p_0 … p_K from `(rows, K)` probabilities of the drafted tokens."""
+    lib, ratio = library(target), target / draft
+    # One of 0 / 0 is none; an infinite one is of a token that only the target allows.
+    ratio = lib.where(ratio >= 0, ratio.clip(None, lib.finfo(ratio.dtype).max), 0)
+    joint = [lib.ones_like(ratio.sum(-1))]
     for i in range(ratio.shape[1]):
-        joint.append((joint[-1] * ratio[:, i : i + 1]).clamp(max=1))
-    return torch.cat(joint, -1)
+        joint.append((joint[-1] * ratio[:, i]).clip(None, 1))
+    return lib.stack(joint, -1)
 
 
-def _reached(stop: torch.Tensor) -> torch.Tensor:
+def _reached(stop: Array) -> Array:
     """`(rows, K)` probability of keeping token i given that those before it are kept."""
-    none = (1 - stop).flip(-1).cumprod(-1).flip(-1)
-    reach = torch.nn.functional.pad(1 - none, (1, 0), value=1.0)
-    return torch.where(reach[:, :-1] > 0, reach[:, 1:] / reach[:, :-1], torch.zeros_like(stop))
+    lib = library(stop)
+    reach = 1 - lib.flip(lib.flip(1 - stop, (-1,)).cumprod(-1), (-1,))
+    before = lib.concatenate((lib.ones_like(stop[:, :1]), reach[:, :-1]), -1)
+    return lib.where(before > 0, reach / before, 0)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from forerun.checks import between
 from forerun.rules.base import WrappedRule
 from forerun.rules.odds import Odds, Weighed
+from forerun.types import Array
 
 
 @dataclass(frozen=True)
@@ -37,26 +36,23 @@ class Budget(WrappedRule):
         """The inner rule's opinion where the budget allows it, `standard`'s elsewhere."""
         inner = super().weigh(odds)
         # Which positions may be reached depends on it, so here all positions have it.
-        drift = torch.zeros_like(inner.accept) if inner.drift is None else inner.drift(odds)
-        drift = torch.where(odds.inside, drift.clamp(0, 1), 0)
+        where, drift = odds.lib.where, odds.lib.zeros_like(inner.accept)
+        if inner.drift is not None:
+            drift = where(odds.inside, inner.drift(odds).clip(0, 1), 0)
         allowed = self._allowed(odds, drift)
         return Weighed(
-            torch.where(allowed, inner.accept, odds.ratio),
-            lambda at: at.at(torch.where(allowed, drift, 0)),
+            where(allowed, inner.accept, odds.ratio),
+            lambda at: at.at(where(allowed, drift, 0)),
             ~allowed | inner.residual,
-            None if inner.struck is None else torch.where(allowed, inner.struck, -1),
+            None if inner.struck is None else where(allowed, inner.struck, -1),
         )
 
-    def _allowed(self, odds: Odds, drift: torch.Tensor) -> torch.Tensor:
+    def _allowed(self, odds: Odds, drift: Array) -> Array:
         """`(rows, K)` bool: the running mean stays within the budget."""
-        rows, width = drift.shape
-        spent = odds.target.spent
-        if spent is None:
-            spent = torch.zeros(rows, 2, dtype=torch.float64)
-        total, tokens = spent.to(drift.device, torch.float64).unbind(-1)
+        total, tokens = odds.spent
         columns = []
-        for i in range(width):
+        for i in range(odds.width):
             after = total + drift[:, i]
             columns.append(after <= self.drift * (tokens + i + 1))
-            total = torch.where(columns[-1], after, total)
-        return torch.stack(columns, -1)
+            total = odds.lib.where(columns[-1], after, total)
+        return odds.lib.stack(columns, -1)

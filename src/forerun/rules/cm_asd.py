@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
+from forerun.arrays import cast
 from forerun.checks import between, choice, whole
 from forerun.confidence import Confidence
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.rules.spec_verification import SLACK, within
+from forerun.types import Array
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class CMASDRule(Confidence, PositionRule):
         """Where the first token that is not the arg-max is within the largest margin of it."""
         return compared.gap <= self.tau + self.gamma + SLACK
 
-    def _margin(self, odds: Odds) -> torch.Tensor:
+    def _margin(self, odds: Odds) -> Array:
         """`(rows, K)` τ_t."""
-        sure: torch.Tensor = self.score(**odds.signals(self.reads)).to(odds.dtype)
+        sure: Array = cast(self.score(**odds.signals(self.reads)), odds.dtype)
         return self.tau + self.gamma * (sure if self.mode == "prose" else 1 - sure)

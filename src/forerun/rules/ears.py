@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from forerun.checks import between, choice, flag
 from forerun.rules.base import PositionRule
 from forerun.rules.odds import Odds, View, Weighed
+from forerun.types import Array
 
 SMALLEST = 1e-10  # draft probability, as the paper guards its division
 
@@ -50,8 +49,8 @@ class EARS(PositionRule):
         if self.beta == 0 and residual:
             return Weighed(odds.ratio)
 
-        def chance(at: Odds, view: View) -> torch.Tensor:
-            chance = view.target / view.draft.clamp(min=SMALLEST) + self.beta * (1 - at.top)
+        def chance(at: Odds, view: View) -> Array:
+            chance = view.target / view.draft.clip(SMALLEST) + self.beta * (1 - at.top)
             return chance if self.excluded else chance * (view.target > 0)
 
         return odds.lenient(chance, residual, self.excluded)

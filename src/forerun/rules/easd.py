@@ -6,14 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+import numpy as np
 
+from forerun.arrays import cast, put, softmax
 from forerun.checks import between, choice, flag, whole
 from forerun.errors import require
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.rules.spec_verification import SLACK
-from forerun.types import Draft, Target
+from forerun.types import Array, Draft, Target
 
 
 @dataclass(frozen=True)
@@ -86,23 +87,23 @@ class EASD(PositionRule):
         usual = odds.lenient(lambda _, view: view.ratio, False).drift if replaced else None
         if not fires.any():
             return Weighed(odds.ratio, usual, not replaced)
-        token, chance = odds.draft.tokens, torch.zeros_like(odds.ratio)
+        where, token, chance = odds.lib.where, odds.draft.tokens, 0.0
         if self.penalty == "top":
             token = odds.raw_draft.argmax(-1)
             chance = _without(odds, token)[0]
 
-        def drift(at: Odds) -> torch.Tensor:
-            penalised = torch.zeros_like(at.ratio) if usual is None else usual(at)
+        def drift(at: Odds) -> Array:
+            penalised = at.lib.zeros_like(at.ratio) if usual is None else usual(at)
             here = at.at(fires)
             if not here.any():
                 return penalised
             if self.penalty == "top":
-                return torch.where(here, _without(at, at.at(token))[1], penalised)
-            return torch.where(here, _penalised_drift(at, here), penalised)
+                return where(here, _without(at, at.at(token))[1], penalised)
+            return where(here, _penalised_drift(at, here), penalised)
 
-        accept = torch.where(fires, chance, odds.ratio)
+        accept = where(fires, chance, odds.ratio)
         residual = False if replaced else ~fires
-        return Weighed(accept, drift, residual, torch.where(fires, token, -1))
+        return Weighed(accept, drift, residual, where(fires, token, -1))
 
     def may_overrule(self, compared: ComparedRow) -> bool:
         """Where the draft is unsure of a token that would be kept."""
@@ -113,7 +114,7 @@ class EASD(PositionRule):
             return True
         return any(compared.draft_entropy(i) > self.entropy - SLACK for i in range(kept))
 
-    def fires(self, odds: Odds) -> torch.Tensor:
+    def fires(self, odds: Odds) -> Array:
         """`(rows, K)` bool: where the penalty applies."""
         fires = odds.inside
         if self.draft_entropy:
@@ -121,44 +122,46 @@ class EASD(PositionRule):
             fires = fires & (own > self.entropy)
         if not fires.any():  # the draft is sure: spare the target's distribution
             return fires
-        at, out = odds.take(fires), torch.zeros_like(fires)
-        both = at.target_entropy.squeeze(-1) if self.processed else at.raw_entropy
+        at, out = odds.take(fires), odds.lib.zeros_like(fires)
+        both = at.target_entropy[..., 0] if self.processed else at.raw_entropy
         both = (both > self.entropy) & at.open
         if self.overlap:
             both &= at.shared(self.n) >= math.ceil(self.overlap * self.n - 1e-9)
-        out[fires] = both.squeeze(-1)
+        out[fires] = both[:, 0]
         return out
 
 
-def _without(odds: Odds, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _without(odds: Odds, token: Array) -> tuple[Array, Array]:
     """Chance of keeping what was drafted, and drift, `(rows, K)` each, by the usual test against
     the target without some `(rows, K)` tokens."""
-    logits = odds.logits.scatter(-1, token.unsqueeze(-1), -torch.inf)
+    logits = put(odds.logits, token[..., None], -np.inf)
     draft = Draft(odds.draft.tokens, odds.draft.lengths, odds.draft_logits)
     left = Odds(draft, Target(logits, odds.target.greedy))
-    kept = torch.minimum(odds.drawn, left.emitted)
-    emitted = kept + (1 - kept.sum(-1, keepdim=True)) * left.emitted
-    return left.ratio, (emitted - odds.emitted).abs().sum(-1) / 2
+    kept = odds.lib.minimum(odds.drawn, left.emitted)
+    emitted = kept + (1 - kept.sum(-1)[..., None]) * left.emitted
+    return left.ratio, abs(emitted - odds.emitted).sum(-1) / 2
 
 
-def _penalised_drift(odds: Odds, fires: torch.Tensor) -> torch.Tensor:
+def _penalised_drift(odds: Odds, fires: Array) -> Array:
     """`(rows, K)` distance of what is emitted where the penalty fires.
 
     A drafted `x` is rejected for sure, and `v ≠ x` is emitted with `target(v) / (1 − target(x))`.
     Certain drafts leave `target(x)`, and nothing else, undone.
     """
-    certain = odds.tokens.target.squeeze(-1)
+    certain = odds.tokens.target[..., 0]
     if odds.draft_logits is None:
         return certain
-    drift = torch.where(odds.greedy, certain, torch.zeros_like(certain))
-    where = fires & ~odds.greedy
+    drift = odds.lib.where(odds.greedy, certain, 0)
+    where, double = fires & ~odds.greedy, odds.lib.float64
     # Few positions: afford float64.
-    logits = odds.logits[where].double()
-    target, draft = logits.softmax(-1), odds.draft_logits[where].softmax(-1, dtype=torch.float64)
+    logits = cast(odds.logits[where], double)
+    target, draft = softmax(logits), softmax(cast(odds.draft_logits[where], double))
     # `1 − target(x)` has no digits left for an x that is nearly sure: the best token goes apart.
-    best = logits.argmax(-1, keepdim=True)
-    others = logits.scatter(-1, best, -torch.inf).softmax(-1)
-    share = draft.scatter(-1, best, 0) / (1 - target).scatter(-1, best, 1)
-    emitted = target * (share.sum(-1, keepdim=True) - share) + draft.gather(-1, best) * others
-    drift[where] = ((emitted - target).abs().sum(-1) / 2).to(drift.dtype)
+    best = logits.argmax(-1)[:, None]
+    others = softmax(put(logits, best, -np.inf))
+    share = put(draft, best, 0) / put(1 - target, best, 1)
+    row = odds.lib.where(best >= 0)[0]
+    sure = draft[row, best[:, 0]][:, None]
+    emitted = target * (share.sum(-1)[:, None] - share) + sure * others
+    drift[where] = cast(abs(emitted - target).sum(-1) / 2, drift.dtype)
     return drift

@@ -40,6 +40,6 @@ class Ensemble(PositionRule):
         rest = 1 - self.weight
         # min(1, 1 − w + w·r) = 1 − w + w·min(1, r).
         return odds.lenient(
-            lambda at, view: (rest + self.weight * view.ratio) * (view.target > 0).to(at.dtype),
+            lambda at, view: (rest + self.weight * view.ratio) * (view.target > 0),
             residual=True,
         )

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+import numpy as np
 
+from forerun.arrays import beside, cast, finite, library, probability_type
 from forerun.errors import SettingError
 from forerun.rules.base import AcceptanceRule
-from forerun.rules.odds import finite
-from forerun.signals import float_type
-from forerun.types import Draft, Target, Verdict
+from forerun.types import Array, Draft, Target, Verdict
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Exact(AcceptanceRule):
     takes_leaves: ClassVar[bool] = True
     greedy_only: ClassVar[bool] = True
 
-    def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+    def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Compare with the arg-max; `uniforms` is not read."""
         if (row := sampled_row(target)) is not None:
             raise SettingError(
@@ -41,26 +40,18 @@ class Exact(AcceptanceRule):
 
 def sampled_row(target: Target) -> int | None:
     """The first row for which the arg-max is not the only token, if any."""
-    return None if target.greedy.all() else int(target.greedy.logical_not().nonzero()[0])
+    return None if target.greedy.all() else [bool(row) for row in target.greedy].index(False)
 
 
-def match_greedy(draft: Draft, logits: torch.Tensor) -> Verdict:
+def match_greedy(draft: Draft, logits: Array) -> Verdict:
     """The verdict when every row decodes greedily: no softmax, no host synchronisation."""
-    choice = logits.argmax(-1)
-    width = draft.tokens.shape[1]
-    sound = finite(logits.gather(-1, choice.unsqueeze(-1)).squeeze(-1))
-    if width == 0:  # plain decoding: nothing to compare
-        nothing = choice.new_zeros(len(choice), 0, dtype=float_type(logits))
-        return Verdict(torch.zeros_like(draft.lengths), choice[:, 0], nothing, failed=~sound[:, 0])
-    inside = torch.arange(width, device=choice.device) < draft.lengths.unsqueeze(-1)
+    choice, width = logits.argmax(-1), draft.tokens.shape[1]
+    row = beside(np.arange(len(choice)), choice)
+    sound = finite(logits[row[:, None], beside(np.arange(width + 1), choice), choice])
+    inside = beside(np.arange(width), choice) < draft.lengths[:, None]
     match = (draft.tokens == choice[:, :width]) & inside & sound[:, :width]
     if draft.logits is not None:  # sampled neighbours: greedy rows on their own have none
-        match &= finite(draft.logits.amax(-1))
+        match &= finite(library(choice).amax(draft.logits, -1))
     accepted = match.cumprod(-1).sum(-1)
-    at = accepted.unsqueeze(-1)
-    return Verdict(
-        accepted,
-        choice.gather(1, at).squeeze(-1),
-        match.to(float_type(logits)),
-        failed=~sound.gather(1, at).squeeze(-1),
-    )
+    chance = cast(match, probability_type(logits))
+    return Verdict(accepted, choice[row, accepted], chance, failed=~sound[row, accepted])

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+import numpy as np
 
+from forerun.arrays import by_torch, cast, entropy, softmax
 from forerun.checks import between, whole
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
-from forerun.signals import entropy
+from forerun.types import Array
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,16 @@ class FLy(PositionRule):
         """`standard`, and 1 where a greedy mismatch is forgiven."""
         most = math.log(odds.logits.shape[-1])
         match = odds.match & odds.inside
-        seen = torch.nn.functional.pad(match.cumsum(-1), (1, 0))
+        seen = match.cumsum(-1)
         # Positions behind the end of the draft match nothing: their window does not fit.
-        until = torch.nn.functional.pad(seen, (0, self.window), mode="replicate")
-        ahead = until[:, 1 + self.window :] - seen[:, 1:]
-        forgiven = ~match & (ahead == self.window) & odds.greedy
-        forgiven &= odds.tokens.logits.squeeze(-1) > -torch.inf
-        if forgiven.any():
-            forgiven = forgiven.masked_scatter(forgiven, self._unsure(odds.take(forgiven), most))
-        sure = torch.ones_like(odds.ratio)
+        ahead = seen[:, (odds.place + self.window).clip(None, odds.width - 1)] - seen
+        asked = ~match & (ahead == self.window) & odds.greedy
+        asked &= odds.tokens.logits[..., 0] > -np.inf
+        forgiven = odds.lib.zeros_like(asked)
+        if asked.any():
+            forgiven[asked] = self._unsure(odds.take(asked), most)[:, 0]
         return Weighed(
-            torch.where(forgiven, sure, odds.ratio), lambda at: at.at(forgiven).to(at.dtype)
+            odds.lib.where(forgiven, 1, odds.ratio), lambda at: cast(at.at(forgiven), at.dtype)
         )
 
     def may_overrule(self, compared: ComparedRow) -> bool:
@@ -64,10 +64,10 @@ class FLy(PositionRule):
         drafted = compared.drafted
         return len(drafted) >= last and list(drafted[first:last]) == list(compared.best[first:last])
 
-    def _unsure(self, odds: Odds, most: float) -> torch.Tensor:
+    def _unsure(self, odds: Odds, most: float) -> Array:
         """`(rows, K)` whether the target's entropy, `most` nats at most, is above the gate."""
-        log = odds.logits.log_softmax(-1, dtype=odds.dtype)
+        probs = softmax(odds.logits)
         if self.top:
-            best = log.topk(min(self.top, log.shape[-1]), dim=-1).values
-            return entropy(best) >= self.entropy
-        return entropy(log) >= self.entropy * most
+            n = min(self.top, probs.shape[-1])
+            return entropy(by_torch(lambda x: x.topk(n).values, probs)) >= self.entropy
+        return entropy(probs) >= self.entropy * most

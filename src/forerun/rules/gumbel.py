@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from forerun.errors import SettingError
 from forerun.rules.base import AcceptanceRule
 from forerun.rules.exact import match_greedy, sampled_row
-from forerun.types import Draft, Target, Verdict
+from forerun.types import Array, Draft, Target, Verdict
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Gumbel(AcceptanceRule):
     takes_leaves: ClassVar[bool] = True
     gumbel_max: ClassVar[bool] = True
 
-    def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+    def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Compare with the arg-max; `uniforms` is not read."""
         if (row := sampled_row(target)) is not None:
             raise SettingError(

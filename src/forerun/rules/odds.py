@@ -5,29 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 
+from forerun.arrays import (
+    beside,
+    by_torch,
+    cast,
+    entropy,
+    finite,
+    library,
+    one_hot,
+    probability_type,
+    put,
+    softmax,
+)
 from forerun.errors import require
-from forerun.signals import entropy, float_type, measure
-from forerun.types import Draft, Target
+from forerun.signals import measure
+from forerun.types import Array, Draft, Target
 
 
 @dataclass(frozen=True)
 class View:
     """Probabilities of some tokens at every drafted position: of the drafted ones, or of all."""
 
-    target: torch.Tensor
+    target: Array
     """`(rows, K, n)` the target's, processed; greedy rows are one-hot."""
-    draft: torch.Tensor
+    draft: Array
     """`(rows, K, n)` the draft's, processed."""
-    ratio: torch.Tensor
+    ratio: Array
     """`(rows, K, n)` `min(1, target / draft)`."""
-    logits: torch.Tensor
+    logits: Array
     """`(rows, K, n)` the target's processed logits, also in greedy rows."""
 
 
-Chance = Callable[["Odds", View], torch.Tensor]
+Chance = Callable[["Odds", View], Array]
 """Probability of keeping each token of a view of the odds, were it drafted; may exceed 1 (it is
 clipped)."""
 
@@ -36,15 +50,15 @@ clipped)."""
 class Weighed:
     """A rule's opinion of every drafted position, each given that all before it were kept."""
 
-    accept: torch.Tensor
+    accept: Array
     """`(rows, K)` probability of keeping the drafted token."""
-    drift: Callable[[Odds], torch.Tensor] | None = None
+    drift: Callable[[Odds], Array] | None = None
     """Of odds taken from these (`Odds.take`), or of these themselves, `(rows, K)` as in `Verdict`;
     only judged positions have any, so only of those it is computed. None is 0."""
-    residual: torch.Tensor | bool = True
+    residual: Array | bool = True
     """Whether a rejected token is replaced from `max(0, target − draft)` or from the target:
     `(rows, K)` bool, or one for all."""
-    struck: torch.Tensor | None = None
+    struck: Array | None = None
     """`(rows, K)` token that is struck out of the target's distribution first, −1 for none."""
 
 
@@ -58,21 +72,24 @@ class Odds:
     """Which rows are greedy, and what they spent; its logits are in `logits` and `raw`."""
     parent: Odds | None = None
     """The odds that these were taken from, and"""
-    places: tuple[torch.Tensor, ...] | None = None
+    places: tuple[Array, ...] | None = None
     """the rows and positions of these there."""
-    recorded: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    recorded: Mapping[str, Array] = field(default_factory=dict)
     """`(rows, K)` signals and `top5_overlap` of a trace, which holds no logits."""
 
-    def take(self, where: torch.Tensor) -> Odds:
+    def take(self, where: Array) -> Odds:
         """The positions where `(rows, K)` is true, in order, as rows of one token each."""
-        places = where.nonzero(as_tuple=True)
-        row = places[0]
+        places = self.lib.where(where)
+        row, chosen = places[0], self.draft.chosen
+        greedy = self.greedy[row, 0]
+        if chosen is not None:
+            chosen = chosen[places][:, None]
         here = Odds(
-            Draft(self.draft.tokens[places].unsqueeze(1), torch.ones_like(row)),
-            Target(self.target.logits[:0], self.target.greedy[row.cpu()]),
+            Draft(self.draft.tokens[places][:, None], self.lib.ones_like(row), chosen=chosen),
+            Target(self.target.logits[:0], greedy if self.lib is np else greedy.cpu()),
             self,
             places,
-            {name: values[places].unsqueeze(1) for name, values in self.recorded.items()},
+            {name: values[places][:, None] for name, values in self.recorded.items()},
         )
         here.__dict__.update(
             certain=self.certain, untouched=self.untouched, untouched_draft=self.untouched_draft
@@ -84,19 +101,38 @@ class Odds:
             here.__dict__["tokens"] = View(*map(here.at, parts))
         return here
 
-    def at(self, values: torch.Tensor) -> torch.Tensor:
+    def at(self, values: Array) -> Array:
         """`(rows, K, ...)` values of the odds that these were taken from, here."""
-        return values if self.places is None else values[self.places].unsqueeze(1)
+        return values if self.places is None else values[self.places][:, None]
+
+    def of_tokens(self, values: Array, tokens: Array) -> Array:
+        """Of `(rows, K, V)` values those of `(rows, K)` tokens."""
+        return values[self.row, self.place, tokens]
 
     @cached_property
-    def logits(self) -> torch.Tensor:
+    def row(self) -> Array:
+        """`(rows, 1)` their numbers."""
+        return beside(np.arange(len(self.draft.tokens))[:, None], self.draft.tokens)
+
+    @cached_property
+    def place(self) -> Array:
+        """`(K,)` numbers of the positions."""
+        return beside(np.arange(self.width), self.draft.tokens)
+
+    @cached_property
+    def lib(self) -> Any:
+        """numpy or torch, whose arrays these are."""
+        return library(self.draft.tokens)
+
+    @cached_property
+    def logits(self) -> Array:
         """`(rows, K, V)` the target's processed logits."""
         if self.parent is not None:
             return self.at(self.parent.logits)
         return self.target.logits[:, : self.width]
 
     @cached_property
-    def raw(self) -> torch.Tensor:
+    def raw(self) -> Array:
         """`(rows, K, V)` the target's logits at temperature 1."""
         if self.untouched:
             return self.logits
@@ -105,14 +141,14 @@ class Odds:
         return _there(self.target.raw)[:, : self.width]
 
     @cached_property
-    def draft_logits(self) -> torch.Tensor | None:
+    def draft_logits(self) -> Array | None:
         """`(rows, K, V)` the draft's processed logits; None if its tokens were certain."""
         if self.parent is None or self.certain:
             return self.draft.logits
         return self.at(_there(self.parent.draft_logits))
 
     @cached_property
-    def raw_draft(self) -> torch.Tensor:
+    def raw_draft(self) -> Array:
         """`(rows, K, V)` the draft's logits at temperature 1, which a rule must have asked for."""
         if self.untouched_draft:
             return _there(self.draft_logits)
@@ -140,9 +176,9 @@ class Odds:
         return self.draft.tokens.shape[1]
 
     @cached_property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> Any:
         """What probabilities are computed in."""
-        return float_type(self.target.logits)
+        return probability_type(self.target.logits)
 
     @cached_property
     def all_greedy(self) -> bool:
@@ -150,10 +186,9 @@ class Odds:
         return bool(self.target.greedy.all())
 
     @cached_property
-    def greedy(self) -> torch.Tensor:
+    def greedy(self) -> Array:
         """`(rows, 1)` bool, on the device."""
-        greedy = self.target.greedy.to(self.draft.tokens.device, non_blocking=True)
-        return greedy.unsqueeze(-1)
+        return beside(self.target.greedy, self.draft.tokens)[:, None]
 
     @cached_property
     def some_greedy(self) -> bool:
@@ -161,133 +196,135 @@ class Odds:
         return bool(self.target.greedy.any())
 
     @cached_property
-    def lengths(self) -> torch.Tensor:
+    def spent(self) -> tuple[Array, Array]:
+        """`(rows,)` each request's summed drift so far, and its tokens so far; float64."""
+        spent = self.target.spent
+        if spent is None:
+            spent = np.zeros((len(self.draft.tokens), 2))
+        return tuple(beside(spent, self.draft.tokens).T)
+
+    @cached_property
+    def lengths(self) -> Array:
         """`(rows,)` drafted tokens up to the first that either model has no number for."""
         if self.width == 0:
             return self.draft.lengths
-        if self.all_greedy:
-            sound = finite(self.best_logit.squeeze(-1))
-        else:
-            sound = self._log_target_token == self._log_target_token  # a NaN is not
+        # A NaN is not.
+        sound = finite(self.best_logit[..., 0]) if self.all_greedy else self._target_token >= 0
         if not self.certain:
-            sound &= self._log_draft_token > -torch.inf
+            sound = sound & (self._draft_token > 0)
         return sound_length(self.draft.lengths, sound)
 
     @cached_property
-    def inside(self) -> torch.Tensor:
+    def inside(self) -> Array:
         """`(rows, K)` bool: before the end of the row's draft (see `lengths`)."""
-        place = torch.arange(self.width, device=self.draft.tokens.device)
-        return place < self.lengths.unsqueeze(-1)
+        return self.place < self.lengths[:, None]
 
     @cached_property
-    def match(self) -> torch.Tensor:
+    def match(self) -> Array:
         """`(rows, K)` bool: the drafted token is the target's arg-max."""
-        return self.draft.tokens == self._best.squeeze(-1)
+        return self.draft.tokens == self._best
 
     @cached_property
-    def ratio(self) -> torch.Tensor:
+    def ratio(self) -> Array:
         """`(rows, K)` `min(1, target / draft)` of the drafted tokens."""
         if self.all_greedy:
-            return self.match.to(self.dtype)
-        log = self._log_target_token
+            return cast(self.match, self.dtype)
+        ratio = self._target_token
         if not self.certain:
-            log = log - self._log_draft_token
-        # A token that neither model allows gives −inf + inf: not a number, and not acceptable.
-        ratio = log.clamp(max=0).exp().nan_to_num(0)
-        return self._greedy_else(self.match.to(self.dtype), ratio)
+            ratio = (ratio / self._draft_token).clip(None, 1)
+        # A token that neither model allows gives 0 / 0: not a number, and not acceptable.
+        ratio = self.lib.where(ratio >= 0, ratio, 0)
+        return self._greedy_else(cast(self.match, self.dtype), ratio)
 
     @cached_property
-    def top(self) -> torch.Tensor:
+    def top(self) -> Array:
         """`(rows, K, 1)` the target's highest probability; 1 in greedy rows."""
         if self.all_greedy:
-            return torch.ones_like(self.ratio).unsqueeze(-1)
-        top = self._log_target.amax(-1).exp()
-        return self._greedy_else(torch.ones_like(top), top).unsqueeze(-1)
+            return self.lib.ones_like(self.ratio)[..., None]
+        return self._greedy_else(1.0, self.lib.amax(self._target, -1))[..., None]
 
     @cached_property
-    def target_entropy(self) -> torch.Tensor:
+    def target_entropy(self) -> Array:
         """`(rows, K, 1)` entropy in nats of the target's processed distribution; 0 if greedy."""
         if self.all_greedy:
-            return torch.zeros_like(self.top)
-        nats = entropy(self._log_target)
-        return self._greedy_else(torch.zeros_like(nats), nats).unsqueeze(-1)
+            return self.lib.zeros_like(self.top)
+        return self._greedy_else(0.0, entropy(self._target))[..., None]
 
     @cached_property
-    def raw_entropy(self) -> torch.Tensor:
+    def raw_entropy(self) -> Array:
         """`(rows, K)` entropy in nats of the target's distribution at temperature 1."""
-        return entropy(self._log_target) if self.untouched else nats(self.raw)
+        return entropy(self._target) if self.untouched else nats(self.raw)
 
     @cached_property
-    def raw_draft_entropy(self) -> torch.Tensor:
+    def raw_draft_entropy(self) -> Array:
         """`(rows, K)` likewise of the draft's, which a rule must have asked for."""
         return self.draft_entropy if self.untouched_draft else nats(self.raw_draft)
 
     @cached_property
-    def overlap(self) -> torch.Tensor:
+    def overlap(self) -> Array:
         """`(rows, K)` one less the total-variation distance of target and draft: the probability
         that `standard` keeps what is drafted there."""
         if self.certain:
-            return self.tokens.target.squeeze(-1)
-        both = torch.minimum(self._log_target, self._log_draft).exp().sum(-1)
+            return self.tokens.target[..., 0]
+        both = self.lib.minimum(self._target, self._draft).sum(-1)
         if not self.some_greedy:
             return both
-        return self._greedy_else(self._log_draft.gather(-1, self._best).squeeze(-1).exp(), both)
+        return self._greedy_else(self.of_tokens(self._draft, self._best), both)
 
     @cached_property
-    def rank(self) -> torch.Tensor:
+    def rank(self) -> Array:
         """`(rows, K)` how many tokens the target prefers to the drafted one."""
         return (self.logits > self.tokens.logits).sum(-1)
 
     @cached_property
-    def open(self) -> torch.Tensor:
+    def open(self) -> Array:
         """`(rows, K)` bool: the target allows more than one token."""
-        return (self.logits > -torch.inf).sum(-1) > 1
+        return (self.logits > -np.inf).sum(-1) > 1
 
-    def shared(self, n: int) -> torch.Tensor:
+    def shared(self, n: int) -> Array:
         """`(rows, K)` how many of each model's `n` likeliest tokens at temperature 1 both have."""
         if self.recorded:
             require(n == OVERLAPPED, "n of a rule in a replay", n, f"{OVERLAPPED}, as recorded")
             return (self.recorded["top5_overlap"] * n).round()
         n = min(n, self.raw.shape[-1])
-        best = self.raw.topk(n, dim=-1).indices
-        guess = self.raw_draft.topk(n, dim=-1).indices
-        return (guess.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).sum(-1)
+        best, guess = (by_torch(lambda x: x.topk(n).indices, x) for x in (self.raw, self.raw_draft))
+        return (guess[..., None] == best[..., None, :]).any(-1).sum(-1)
 
-    def signals(self, names: Set[str]) -> dict[str, torch.Tensor]:
+    def signals(self, names: Set[str]) -> Mapping[str, Array]:
         """What the draft's own distribution says of its tokens, `(rows, K)` each."""
         if self.recorded:
             return {name: self.recorded[name] for name in names}
-        return measure(self.raw_draft, self.draft.tokens, names)
+        order = sorted(names)
+        values = by_torch(
+            lambda logits, tokens: torch.stack(
+                [measure(logits, tokens, names)[name] for name in order]
+            ),
+            self.raw_draft,
+            self.draft.tokens,
+        )
+        return dict(zip(order, values, strict=True))
 
     @cached_property
-    def best_logit(self) -> torch.Tensor:
+    def best_logit(self) -> Array:
         """`(rows, K, 1)` the target's highest processed logit; a NaN if there is one."""
-        return self.logits.gather(-1, self._best)
+        return self.of_tokens(self.logits, self._best)[..., None]
 
     @cached_property
     def tokens(self) -> View:
         """The drafted tokens only, `n = 1`."""
-        token = self.draft.tokens.unsqueeze(-1)
-        if self.all_greedy:
-            target = self.match.unsqueeze(-1).to(self.dtype)
-        else:
-            target = self._log_target_token.exp()
-            target = self._greedy_else(self.match.to(self.dtype), target).unsqueeze(-1)
-        draft = torch.ones_like(target)
-        if not self.certain:
-            draft = self._log_draft_token.exp().unsqueeze(-1)
-        logits = self.logits.gather(-1, token)
-        return View(target, draft, self.ratio.unsqueeze(-1), logits)
+        logits = self.of_tokens(self.logits, self.draft.tokens)[..., None]
+        target = cast(self.match, self.dtype) if self.some_greedy else None
+        if not self.all_greedy:
+            target = self._greedy_else(target, self._target_token)
+        draft = self.lib.ones_like(target) if self.certain else self._draft_token
+        return View(target[..., None], draft[..., None], self.ratio[..., None], logits)
 
     @cached_property
     def vocabulary(self) -> View:
         """All tokens, `n = V`; only for drafts with a distribution."""
-        logits = self.logits
-        target, draft = self._log_target.exp(), self._log_draft.exp()
-        if self.some_greedy:
-            target = torch.where(self.greedy.unsqueeze(-1), one_hot(logits), target)
-        tiny = torch.finfo(self.dtype).tiny
-        return View(target, draft, (target / draft.clamp(min=tiny)).clamp(max=1), logits)
+        target, draft = self.emitted, self._draft
+        ratio = target / draft.clip(self.lib.finfo(self.dtype).tiny)
+        return View(target, draft, ratio.clip(None, 1), self.logits)
 
     def lenient(self, chance: Chance, residual: bool, excluded: bool = False) -> Weighed:
         """A rule of such chances; where `excluded`, also of tokens that the target excludes.
@@ -300,118 +337,119 @@ class Odds:
         draft(v)·chance(v)` of mass `m` it emits `kept + (1 − m)·target`, which is
         `½·Σ_v |kept(v) − m·target(v)|` away from the target.
         """
-        accept = self._kept(chance, self.tokens, excluded).squeeze(-1)
+        accept = self._kept(chance, self.tokens, excluded)[..., 0]
 
-        def drift(at: Odds) -> torch.Tensor:
+        def drift(at: Odds) -> Array:
             if at.certain:
                 own = at.at(accept)
-                return (own - at.ratio).clamp(min=0) if residual else own * (1 - at.ratio)
+                return (own - at.ratio).clip(0) if residual else own * (1 - at.ratio)
             view = at.vocabulary
             kept = at._kept(chance, view, excluded)
             if residual:
-                return (view.draft * (kept - view.ratio)).sum(-1).clamp(min=0)
+                return (view.draft * (kept - view.ratio)).sum(-1).clip(0)
             kept = view.draft * kept
-            return (kept - kept.sum(-1, keepdim=True) * view.target).abs().sum(-1) / 2
+            return abs(kept - kept.sum(-1)[..., None] * view.target).sum(-1) / 2
 
         return Weighed(accept, drift, residual)
 
-    def replaced_drift(self, kept: torch.Tensor) -> torch.Tensor:
+    def replaced_drift(self, kept: Array) -> Array:
         """`(rows, K)` drift as of `lenient` without residual, where a few tokens, `(rows, K, V)`
         bool, are kept for sure and all others never."""
-        row, place, token = kept.nonzero(as_tuple=True)
-        target, draft = (
-            log[row, place, token].exp() for log in (self._log_target, self._log_draft)
-        )
+        row, place, token = self.lib.where(kept)
+        target, draft = (probs[row, place, token] for probs in (self._target, self._draft))
         if self.some_greedy:
-            one = (token == self._best[row, place, 0]).to(target.dtype)
-            target = torch.where(self.greedy[row, 0], one, target)
-        position = row * self.width + place
-        nothing = target.new_zeros(kept.shape[0] * self.width)
-        mass = nothing.index_add(0, position, draft)
-        off = nothing.index_add(0, position, (draft - mass[position] * target).abs())
-        others = 1 - nothing.index_add(0, position, target)
-        return ((off + mass * others.clamp(min=0)) / 2).view(-1, self.width)
+            one = cast(token == self._best[row, place], self.dtype)
+            target = self.lib.where(self.greedy[row, 0], one, target)
+        position, count = row * self.width + place, len(kept) * self.width
+        mass, drawn = (self.lib.bincount(position, of, count) for of in (draft, target))
+        off = self.lib.bincount(position, abs(draft - mass[position] * target), count)
+        drift = (off + mass * (1 - drawn).clip(0)) / 2
+        return cast(drift, self.dtype).reshape(-1, self.width)
 
-    def _kept(self, chance: Chance, view: View, excluded: bool) -> torch.Tensor:
+    def _kept(self, chance: Chance, view: View, excluded: bool) -> Array:
         # Unless it is asked to, no rule keeps a token that the target excludes (top-k, bans): a
         # hard wish stays one.
-        kept = chance(self, view).clamp(0, 1)
-        return kept if excluded else kept * (view.logits > -torch.inf)
+        kept = chance(self, view).clip(0, 1)
+        return kept if excluded else kept * (view.logits > -np.inf)
 
     @cached_property
-    def emitted(self) -> torch.Tensor:
+    def emitted(self) -> Array:
         """`(rows, K, V)` the target's distribution, one-hot in greedy rows."""
+        if not self.some_greedy:
+            return self._target
         one = one_hot(self.logits)
-        if self.all_greedy:
-            return one
-        return self._greedy_else(one, self._log_target.exp(), 3)
+        return one if self.all_greedy else self._greedy_else(one, self._target)
 
     @cached_property
-    def drawn(self) -> torch.Tensor:
+    def drawn(self) -> Array:
         """`(rows, K, V)` the draft's distribution, one-hot where the tokens were certain."""
         if not self.certain:
-            return self._log_draft.exp()
-        return torch.zeros_like(self.emitted).scatter(-1, self.draft.tokens.unsqueeze(-1), 1)
+            return self._draft
+        return put(self.lib.zeros_like(self.emitted), self.draft.tokens[..., None], 1)
 
     @cached_property
-    def draft_entropy(self) -> torch.Tensor:
+    def draft_entropy(self) -> Array:
         """`(rows, K)` entropy in nats of the draft's processed distribution; 0 if certain."""
-        if self.certain:
-            return torch.zeros_like(self.ratio)
-        return entropy(self._log_draft)
+        return self.lib.zeros_like(self.ratio) if self.certain else entropy(self._draft)
 
     @cached_property
-    def _best(self) -> torch.Tensor:
-        """`(rows, K, 1)` the target's arg-max."""
-        return self.logits.argmax(-1, keepdim=True)
+    def _best(self) -> Array:
+        """`(rows, K)` the target's arg-max."""
+        return self.logits.argmax(-1)
 
     @cached_property
-    def _log_target(self) -> torch.Tensor:
-        if self.parent is not None and "_log_target" in self.parent.__dict__:
-            return self.at(self.parent._log_target)
-        return self.logits.log_softmax(-1, dtype=self.dtype)
+    def _target(self) -> Array:
+        """`(rows, K, V)` the target's distribution, as if no row were greedy."""
+        if self.parent is not None and "_target" in self.parent.__dict__:
+            return self.at(self.parent._target)
+        return softmax(self.logits)
 
     @cached_property
-    def _log_draft(self) -> torch.Tensor:
-        if self.parent is not None and "_log_draft" in self.parent.__dict__:
-            return self.at(self.parent._log_draft)
-        return _there(self.draft_logits).log_softmax(-1, dtype=self.dtype)
+    def _draft(self) -> Array:
+        if self.parent is not None and "_draft" in self.parent.__dict__:
+            return self.at(self.parent._draft)
+        return softmax(_there(self.draft_logits))
 
     @cached_property
-    def _log_target_token(self) -> torch.Tensor:
+    def _target_token(self) -> Array:
         """`(rows, K)`; a NaN where any of the target's logits is none, or +inf, or all are −inf."""
-        return self._log_target.gather(-1, self.draft.tokens.unsqueeze(-1)).squeeze(-1)
+        return self.of_tokens(self._target, self.draft.tokens)
 
     @cached_property
-    def _log_draft_token(self) -> torch.Tensor:
-        return self._log_draft.gather(-1, self.draft.tokens.unsqueeze(-1)).squeeze(-1)
+    def _draft_token(self) -> Array:
+        chosen = self.draft.chosen
+        return self.of_tokens(self._draft, self.draft.tokens) if chosen is None else chosen
 
-    def _greedy_else(self, one: torch.Tensor, other: torch.Tensor, dims: int = 2) -> torch.Tensor:
-        greedy = self.greedy if dims == 2 else self.greedy.unsqueeze(-1)
-        return torch.where(greedy, one, other) if self.some_greedy else other
+    def _greedy_else(self, one: Array, other: Array) -> Array:
+        """The first in greedy rows."""
+        if not self.some_greedy:
+            return other
+        greedy = self.greedy if other.ndim == 2 else self.greedy[..., None]
+        return self.lib.where(greedy, one, other)
 
 
 OVERLAPPED = 5
 """Ranks of which a trace knows how many both models share."""
 CARRIED = frozenset((
-    "_best", "match", "ratio", "top", "best_logit", "target_entropy", "draft_entropy",
-    "raw_entropy", "raw_draft_entropy", "overlap", "rank", "open",
+    "_best", "_target_token", "_draft_token", "match", "ratio", "top", "best_logit",
+    "target_entropy", "draft_entropy", "raw_entropy", "raw_draft_entropy", "overlap", "rank",
+    "open",
 ))  # fmt: skip
 """What is known of odds, and then of those taken from them; what is over the vocabulary is gathered
 when it is read."""
 
 
-def _there(logits: torch.Tensor | None) -> torch.Tensor:
+def _there(logits: Array | None) -> Array:
     assert logits is not None, "there is a distribution, and a rule that reads it says so"
     return logits
 
 
-def nats(logits: torch.Tensor) -> torch.Tensor:
+def nats(logits: Array) -> Array:
     """`(...,)` entropy of the distributions of `(..., V)` logits."""
-    return entropy(logits.log_softmax(-1, dtype=float_type(logits)))
+    return entropy(softmax(logits))
 
 
-def sound_length(lengths: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
+def sound_length(lengths: Array, sound: Array) -> Array:
     """`(rows,)` how long drafts of these lengths are if they end before what is not sound.
 
     Both models' logits at a position are known before its token is drawn, so this takes nothing
@@ -420,17 +458,6 @@ def sound_length(lengths: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
     Args:
         lengths: `(rows,)` drafted tokens.
         sound: `(rows, K)` bool: both models' logits there are those of a distribution. It shows in
-            a single number: the highest logit is finite, or a log-probability is no NaN.
+            a single number: the highest logit is finite, or a probability is no NaN.
     """
-    return torch.minimum(lengths, sound.cumprod(-1).sum(-1))
-
-
-def finite(values: torch.Tensor) -> torch.Tensor:
-    """`values.isfinite()` in half the time, which counts for a few numbers."""
-    return values.abs() < torch.inf
-
-
-def one_hot(logits: torch.Tensor) -> torch.Tensor:
-    """All mass on the arg-max."""
-    best = logits.argmax(-1, keepdim=True)
-    return torch.zeros_like(logits, dtype=float_type(logits)).scatter_(-1, best, 1)
+    return library(lengths).minimum(lengths, sound.cumprod(-1).sum(-1))

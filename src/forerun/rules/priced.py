@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+import numpy as np
 
+from forerun.arrays import library
 from forerun.checks import between, whole
 from forerun.rules.base import PositionRule
 from forerun.rules.odds import Odds, Weighed
+from forerun.types import Array
 
 USUAL, WEIGHT = 0.8, 3.0
 """Overlap of the two models before a draft has shown any, and the tokens that it counts for."""
@@ -49,38 +51,32 @@ class Priced(PositionRule):
         """1 where keeping the token is worth the price. No token behind it has a say, so what is
         emitted there stays the target's own."""
         ratio = odds.ratio
-        token, top = odds.tokens, odds.top.squeeze(-1)
-        asked = odds.inside & (ratio < 1) & (token.logits.squeeze(-1) > -torch.inf)
-        asked &= token.target.squeeze(-1) >= self.floor * top
+        token = odds.tokens
+        asked = odds.inside & (ratio < 1) & (token.logits[..., 0] > -np.inf)
+        asked &= (token.target >= self.floor * odds.top)[..., 0]
         asked[:, -1] = False  # nothing is drafted behind it
         asked[:, :-1] &= odds.inside[:, 1:]
         if not asked.any():
             return Weighed(ratio)
-        keep = asked & (self._saved(odds.overlap) >= self._price(odds))
+        keep = asked & (self._saved(odds.overlap, odds.place) >= self._price(odds))
         if odds.some_greedy:
             keep &= ~odds.greedy
         # Of the tokens that were not drafted nobody knows whether they would be kept: this is the
         # drift in the mean over drafts.
-        return Weighed(
-            torch.where(keep, 1, ratio), lambda at: (1 - at.ratio) * at.at(keep).to(at.dtype)
-        )
+        return Weighed(odds.lib.where(keep, 1, ratio), lambda at: (1 - at.ratio) * at.at(keep))
 
-    def _saved(self, overlap: torch.Tensor) -> torch.Tensor:
+    def _saved(self, overlap: Array, place: Array) -> Array:
         """`(rows, K)` rounds that keeping a token for sure saves.
 
         Kept, it brings itself and, if the next one is kept, too, what follows that; a round brings
         1 / (1 − a) tokens where each is kept by a chance of a, the mean overlap as far as the next
         token's.
         """
-        place = torch.arange(overlap.shape[1], device=overlap.device)
-        following = overlap.roll(-1, -1)
+        following = library(overlap).roll(overlap, -1, -1)
         chance = (overlap.cumsum(-1) + following + USUAL * WEIGHT) / (place + 2 + WEIGHT)
-        return 1 - chance + following * (1 - chance ** (self.horizon - 1 - place).clamp(min=1))
+        return 1 - chance + following * (1 - chance ** (self.horizon - 1 - place).clip(1))
 
-    def _price(self, odds: Odds) -> torch.Tensor:
+    def _price(self, odds: Odds) -> Array:
         """`(rows, 1)` rounds that a unit of drift must save."""
-        spent = odds.target.spent
-        if spent is None:
-            spent = torch.zeros(len(odds.lengths), 2, dtype=torch.float64)
-        total, tokens = spent.to(odds.ratio.device, odds.dtype).unbind(-1)
-        return (self.start + self.pace * (total - self.drift * tokens)).unsqueeze(-1)
+        total, tokens = odds.spent
+        return (self.start + self.pace * (total - self.drift * tokens))[:, None]

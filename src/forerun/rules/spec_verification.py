@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
+from forerun.arrays import by_torch, cast
 from forerun.checks import between, whole
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
+from forerun.types import Array
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ SLACK = 1e-3
 
 
 def within(
-    odds: Odds, top: int, most: float, tau: Callable[[Odds], torch.Tensor] | None = None
+    odds: Odds, top: int, most: float, tau: Callable[[Odds], Array] | None = None
 ) -> Weighed:
     """Keep tokens of the top `top` ranks whose gap to the best is at most τ.
 
@@ -62,7 +62,7 @@ def within(
     """
     most = most if tau is None else most + SLACK
     # A difference of logits is a difference of log-probabilities.
-    gap = (odds.best_logit - odds.tokens.logits).squeeze(-1)
+    gap = (odds.best_logit - odds.tokens.logits)[..., 0]
     kept = gap <= most
     # The best token itself is kept by any τ; of others, few are near enough to ask more.
     asked = kept & (gap > 0)
@@ -70,21 +70,21 @@ def within(
         at = odds.take(asked)
         good = at.rank < top
         if tau is not None:
-            good &= at.at(gap) <= tau(at).clamp(min=0)
-        kept[asked] = good.squeeze(-1)
-    accept = kept.to(odds.dtype)
+            good &= at.at(gap) <= tau(at).clip(0)
+        kept[asked] = good[..., 0]
+    accept = cast(kept, odds.dtype)
 
-    def drift(at: Odds) -> torch.Tensor:
+    def drift(at: Odds) -> Array:
         if at.certain:
             return at.at(accept) * (1 - at.ratio)
         gap = at.best_logit - at.logits
         near = gap <= most
         if (crowded := near.sum(-1) > top).any():
             logits = at.logits[crowded]
-            last = logits.topk(min(top, logits.shape[-1]), dim=-1).values[..., -1:]
+            last = by_torch(lambda x: x.topk(min(top, x.shape[-1])).values[..., -1:], logits)
             near[crowded] &= logits >= last
         if tau is not None and (asked := (near & (gap > 0)).any(-1)).any():
-            near[asked] &= gap[asked] <= tau(at.take(asked)).clamp(min=0)
+            near[asked] &= gap[asked] <= tau(at.take(asked)).clip(0)
         return at.replaced_drift(near)
 
     return Weighed(accept, drift, residual=False)

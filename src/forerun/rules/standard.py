@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from forerun.rules.base import PositionRule
 from forerun.rules.exact import match_greedy
 from forerun.rules.odds import Odds, Weighed
-from forerun.types import Draft, Target, Verdict
+from forerun.types import Array, Draft, Target, Verdict
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Standard(PositionRule):
     def weigh(self, odds: Odds) -> Weighed:
         return Weighed(odds.ratio)
 
-    def decide(self, draft: Draft, target: Target, uniforms: torch.Tensor) -> Verdict:
+    def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Accept a prefix by coins, draw the next token."""
         if target.greedy.all():
             return match_greedy(draft, target.logits)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
+from forerun.arrays import cast
 from forerun.checks import between
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, View, Weighed
+from forerun.types import Array
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Typical(PositionRule):
         between("delta", self.delta, 0, 1)
 
     def weigh(self, odds: Odds) -> Weighed:
-        def chance(at: Odds, view: View) -> torch.Tensor:
-            threshold = (self.delta * torch.exp(-at.target_entropy)).clamp(max=self.epsilon)
-            return (view.target > threshold).to(at.dtype)
+        def chance(at: Odds, view: View) -> Array:
+            threshold = self.delta * at.lib.exp(-at.target_entropy)
+            return cast(view.target > threshold.clip(None, self.epsilon), at.dtype)
 
         return odds.lenient(chance, residual=False)
 

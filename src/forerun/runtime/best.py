@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 def read(
-    logits: NDArray[np.float32], names: frozenset[str]
+    logits: NDArray[np.float32], names: frozenset[str], drawn: Sequence[int] | None = None
 ) -> tuple[list[int], list[bool], dict[str, list[float]]]:
     """Most likely tokens of `(n, V)` logits and their signals.
 
     Args:
         logits: is written to and restored.
         names: wanted fields of `Signals`.
+        drawn: the tokens whose signals are wanted; None are the most likely ones.
 
     Returns:
         n ids (of equal logits the first); whether each one's logit is a finite number; n values
@@ -31,8 +33,9 @@ def read(
     sound = [math.isfinite(row[token]) for row, token in zip(logits, tokens, strict=True)]
     signals: dict[str, list[float]] = {name: [] for name in names}
     if names:
-        for row, token, fine in zip(logits, tokens, sound, strict=True):
-            values = _signals(row, token, names) if fine else dict.fromkeys(names, math.nan)
+        chosen = tokens if drawn is None else drawn
+        for row, token, own, fine in zip(logits, tokens, chosen, sound, strict=True):
+            values = _signals(row, token, own, names) if fine else dict.fromkeys(names, math.nan)
             for name, value in values.items():
                 signals[name].append(value)
     return tokens, sound, signals
@@ -50,8 +53,11 @@ def _scratch(size: int) -> NDArray[np.float32]:
     return held
 
 
-def _signals(row: NDArray[np.float32], token: int, names: frozenset[str]) -> dict[str, float]:
-    """Signals of one distribution whose most likely token was chosen; see `forerun.signals`."""
+def _signals(
+    row: NDArray[np.float32], token: int, chosen: int, names: frozenset[str]
+) -> dict[str, float]:
+    """Signals of one distribution, whose most likely token and chosen one are known; see
+    `forerun.signals`."""
     top = row[token]
     out: dict[str, float] = {}
     if names & {"logit_margin", "softmax_margin", "second"}:
@@ -64,7 +70,8 @@ def _signals(row: NDArray[np.float32], token: int, names: frozenset[str]) -> dic
         out["softmax_margin"] = -math.expm1(-margin)
     if names & {"top1", "chosen", "entropy", "normalized_entropy"}:
         total, entropy = _moments(row, top)
-        out["top1"] = out["chosen"] = 1 / total
+        out["top1"] = 1 / total
+        out["chosen"] = math.exp(float(row[chosen]) - float(top)) / total
         out["entropy"] = entropy
         out["normalized_entropy"] = min(1.0, entropy / (math.log(len(row)) or 1.0))
     if "logit_variance" in names:
