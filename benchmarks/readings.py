@@ -105,7 +105,7 @@ def _rules(
         rule, measured = RULES.make(spec), []
         for token in tokens.T:
             proposed = Draft(
-                token[:, None], torch.ones(len(token)).long(), drawn[:, None],
+                token[:, None], torch.ones(len(token)).long(), drawn.softmax(-1)[:, None],
                 draft[:, None],
             )  # fmt: skip
             judge = Target(

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from forerun.arrays import one_hot
+from forerun.arrays import one_hot, softmax
 from forerun.rules import RULES, AcceptanceRule
 from forerun.types import Draft, Target, Verdict
 
@@ -54,11 +54,11 @@ def scene(rows=5, width=4, vocab=7, *, seed=0, greedy=None, certain=False, dtype
     mask = torch.zeros(rows, dtype=torch.bool) if greedy is None else torch.as_tensor(greedy)
     mask = mask.expand(rows).clone()
     at = mask.view(-1, 1, 1)
-    logits = torch.where(at, one_hot(guess).log(), guess / 0.8).to(dtype)
+    probs = torch.where(at, one_hot(guess), softmax((guess / 0.8).to(dtype)))
     coins = torch.rand(rows, width + 1, generator=g, dtype=torch.float64)
     made = torch.randint(0, 20, (rows,), generator=g).double()
     spent = torch.stack([made * torch.rand(rows, generator=g).double() / 20, made], -1)
-    draft = Draft(tokens, lengths, None if certain else logits, guess)
+    draft = Draft(tokens, lengths, None if certain else probs, guess)
     return draft, Target(torch.where(at, raw, raw / 0.8).to(dtype), mask, raw, spent), coins
 
 
@@ -180,7 +180,7 @@ def outcomes(rule, target, draft, window, vocab, certain=False, stop=never, raw=
     coins = [[0.0] * n + [LAST] * (window - n) + [0.5] for _, _, n in meta]
     guess = None if certain else rows(draft, window)
     verdict = rule.judge(
-        Draft(tokens, lengths, guess, rows(raw_draft, window)),
+        Draft(tokens, lengths, None if guess is None else softmax(guess), rows(raw_draft, window)),
         Target(
             rows(target, window + 1),
             torch.zeros(len(meta), dtype=torch.bool),

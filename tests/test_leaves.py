@@ -143,7 +143,7 @@ def test_a_second_draw_emits_the_targets_distribution(seed: int) -> None:
     for first, chance in enumerate(q.softmax(-1)):
         if not chance:
             continue
-        draft = Draft(torch.tensor([[first]]), torch.tensor([1]), q.view(1, 1, -1))
+        draft = Draft(torch.tensor([[first]]), torch.tensor([1]), q.softmax(-1).view(1, 1, -1))
         verdict = rule.judge(draft, target, coins)
         accept = verdict.accept_prob[0, 0]
         emitted[first] += chance * accept

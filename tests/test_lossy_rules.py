@@ -317,10 +317,10 @@ def judged(rule: PositionRule, somewhere: list[Place], sure: bool, keep: bool):
 
     tokens = torch.tensor([[x] for _, x in rows])
     raw = tensor([[p.raw_draft] for p, _ in rows])
-    logits = None if sure else tensor([[p.draft] for p, _ in rows]).log()
+    probs = None if sure else tensor([[p.draft] for p, _ in rows])
     bonus = [0.5 * v for v in range(len(somewhere[0].logits))]
     verdict = rule.judge(
-        Draft(tokens, torch.ones(len(rows)).long(), logits, raw),
+        Draft(tokens, torch.ones(len(rows)).long(), probs, raw),
         Target(
             tensor([[p.logits, bonus] for p, _ in rows]),
             torch.tensor([p.greedy for p, _ in rows]),

@@ -55,9 +55,9 @@ def fit(spec, kind, certain=False):
     greedy = {"greedy": True, "sampled": False, "mixed": [True, False] * (ROWS // 2)}[kind]
     draft, target, coins = scene(rows=ROWS, width=WIDTH, vocab=V, greedy=greedy, certain=certain)
     tokens = target.logits[:, :-1].argmax(-1)
-    logits = None if certain else target.logits[:, :-1].clone()
+    probs = None if certain else target.logits[:, :-1].softmax(-1)
     draft = replace(
-        draft, tokens=tokens, lengths=torch.full((ROWS,), WIDTH), logits=logits,
+        draft, tokens=tokens, lengths=torch.full((ROWS,), WIDTH), probs=probs,
         raw=target.raw[:, :-1],
     )  # fmt: skip
     return draft, target, coins * 0
@@ -73,8 +73,8 @@ def test_a_draft_that_is_no_distribution_ends_there(spec, kind):
     rule = make(spec)
     for place in range(WIDTH):
         raw = damaged(target.raw[:, :-1], place)
-        logits = damaged(draft.logits, place)
-        verdict = rule.judge(replace(draft, logits=logits, raw=raw), target, coins)
+        probs = damaged(target.logits[:, :-1], place).softmax(-1)
+        verdict = rule.judge(replace(draft, probs=probs, raw=raw), target, coins)
         # As if the draft had ended there: the token is the target's own.
         lengths = torch.where(BROKEN, place, WIDTH)
         shorter = rule.judge(replace(draft, lengths=lengths), target, coins)
@@ -112,7 +112,7 @@ def test_a_target_that_is_no_distribution_fails_its_row_alone(spec, certain, kin
 def test_plain_decoding_fails_alike(spec, kind):
     draft, target, coins = fit(spec, kind)
     bare = replace(
-        draft, tokens=draft.tokens[:, :0], lengths=draft.lengths * 0, logits=None,
+        draft, tokens=draft.tokens[:, :0], lengths=draft.lengths * 0, probs=None,
         raw=target.raw[:, :0],
     )  # fmt: skip
     logits = damaged(target.logits[:, :1], 0)

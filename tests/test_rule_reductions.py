@@ -198,7 +198,7 @@ def test_float32_drift_is_at_most_one(spec):
     for vocab, scale in itertools.product((2, 5, 300), (1, 5, 30)):
         target, guess = scale * torch.randn(2, 200, 1, vocab, generator=g)
         tokens, both = guess.argmax(-1), target.expand(200, 2, vocab)
-        draft = Draft(tokens, torch.ones(200).long(), guess / 0.3, guess)
+        draft = Draft(tokens, torch.ones(200).long(), (guess / 0.3).softmax(-1), guess)
         given = Target(both / 0.3, torch.zeros(200, dtype=torch.bool), both)
         drift = make(spec).judge(draft, given, torch.zeros(200, 2).double()).drift
         assert ((drift >= 0) & (drift <= 1)).all()
@@ -246,10 +246,10 @@ def position(raw_target, raw_draft, token, *, temperature=1.0, greedy=False, sur
     """One drafted token and both models' logits at temperature 1; the coin rejects if it can."""
     target, guess = (torch.tensor(z, dtype=torch.float64) for z in (raw_target, raw_draft))
     tokens = torch.tensor([[token]])
-    logits = None if sure or greedy else (guess / temperature).view(1, 1, -1)
+    probs = None if sure or greedy else (guess / temperature).softmax(-1).view(1, 1, -1)
     both = target.expand(1, 2, -1)
     return (
-        Draft(tokens, torch.tensor([1]), logits, guess.view(1, 1, -1)),
+        Draft(tokens, torch.tensor([1]), probs, guess.view(1, 1, -1)),
         Target(both / (1 if greedy else temperature), torch.tensor([greedy]), both),
         torch.tensor([[LAST, 0.0]], dtype=torch.float64),
     )
@@ -320,7 +320,7 @@ def test_easd_both_must_be_unsure(which, fires):
 def roughly(draft, target, coins):
     """The same in float32."""
     return (
-        replace(draft, logits=draft.logits.float()),
+        replace(draft, probs=draft.probs.float()),
         replace(target, logits=target.logits.float(), raw=target.raw.float()),
         coins,
     )

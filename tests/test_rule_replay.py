@@ -60,9 +60,9 @@ def both_models(temperature: float, seed: int = 0) -> tuple[Draft, Target, Trace
         judged={name: columns[name][:, None].astype(float) for name in JUDGED},
     )  # fmt: skip
     lengths = torch.full((ROWS,), K)
-    logits = None if not temperature else draft
+    probs = draft.softmax(-1) if temperature else None
     more = torch.nn.functional.pad(target, (0, 0, 0, 1))
-    return Draft(tokens, lengths, logits, draft), Target(more, sampler.certain, more), trace
+    return Draft(tokens, lengths, probs, draft), Target(more, sampler.certain, more), trace
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.arrays import beside
+from forerun.arrays import beside, softmax
 from forerun.cli.parts import Card
 from forerun.errors import SettingError, UnknownNameError
 from forerun.rules import RULES, AcceptanceRule, sample
@@ -272,7 +272,7 @@ def test_shapes_dtypes_and_ranges(spec, certain, width, dtype, device):
     draft = Draft(
         draft.tokens.to(device),
         draft.lengths.to(device),
-        None if certain else draft.logits.to(device),
+        None if certain else draft.probs.to(device),
         draft.raw.to(device),
     )
     target = replace(target, logits=target.logits.to(device), raw=target.raw.to(device))
@@ -397,12 +397,12 @@ def test_what_lies_beyond_a_draft_is_ignored(spec, certain, litter):
         return torch.where(at, new, old)
 
     tokens, raw = mixed(other.tokens.flip(-1), draft.tokens), mixed(litter * other.raw, draft.raw)
-    logits = None if certain else mixed(other.logits * (litter / 5), draft.logits)
+    probs = None if certain else mixed(other.probs * (litter / 5), draft.probs)
     noise = litter * torch.randn(6, 4, 7, dtype=torch.float64)
     after = torch.cat([torch.zeros(6, 1, dtype=torch.bool), beyond], -1).unsqueeze(-1)
     wild = torch.cat([noise, noise[:, :1]], 1)
     littered = make(spec).judge(
-        Draft(tokens, draft.lengths, logits, raw),
+        Draft(tokens, draft.lengths, probs, raw),
         replace(
             target,
             logits=torch.where(after, wild, target.logits),
@@ -416,8 +416,8 @@ def test_what_lies_beyond_a_draft_is_ignored(spec, certain, litter):
 @pytest.mark.parametrize("spec", SPECS)
 def test_without_a_draft_the_target_is_sampled(spec):
     _, target, coins = fit(spec, rows=5, width=0, dtype=torch.float64)
-    for logits in (None, torch.zeros(5, 0, 7)):
-        draft = Draft(torch.zeros(5, 0, dtype=torch.int64), torch.zeros(5).long(), logits)
+    for own in (None, torch.zeros(5, 0, 7)):
+        draft = Draft(torch.zeros(5, 0, dtype=torch.int64), torch.zeros(5).long(), own)
         verdict = make(spec).judge(draft, target, coins)
         probs = target.logits[:, 0].softmax(-1)
         greedy = torch.nn.functional.one_hot(probs.argmax(-1), 7).double()
@@ -435,7 +435,7 @@ def test_tokens_that_the_target_excludes_are_never_kept(spec):
     logits = torch.tensor([[[0.0, NEG, 0.0], [0.0, 0.0, 0.0]]], dtype=torch.float64)
     coins, tokens = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[1]])
     for likes in ([0.0, 0.0, 0.0], [0.0, NEG, 0.0], None):
-        guess = None if likes is None else torch.tensor([[likes]], dtype=torch.float64)
+        guess = None if likes is None else torch.tensor([[likes]], dtype=torch.float64).softmax(-1)
         draft = Draft(tokens, torch.tensor([1]), guess, torch.zeros(1, 1, 3))
         verdict = make(spec).judge(draft, Target(logits, torch.tensor([False])), coins)
         assert verdict.accepted.tolist() == [0]
@@ -480,7 +480,7 @@ def test_mixed_rows_are_judged_each_by_its_kind():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_drafter_equal_to_the_target_is_always_believed(dtype):
     draft, target, _ = scene(rows=50, vocab=40, dtype=dtype)
-    draft = replace(draft, logits=target.logits[:, :-1].clone())
+    draft = replace(draft, probs=softmax(target.logits[:, :-1]))
     coins = torch.full((50, 5), 1 - 2**-53, dtype=torch.float64)
     verdict = make("standard").judge(draft, target, coins)
     assert torch.equal(verdict.accepted, draft.lengths)
@@ -506,7 +506,7 @@ def test_an_empty_residual_falls_back_to_the_target():
     draft_logits = torch.tensor([[[0.0, 0.0, NEG]]])
     target = torch.tensor([[[0.0, 1e-9, NEG], [0.0, 0.0, 0.0]]], dtype=torch.float32)
     rule = make("standard")
-    draft = Draft(torch.tensor([[0]]), torch.tensor([1]), draft_logits - 1e-3)
+    draft = Draft(torch.tensor([[0]]), torch.tensor([1]), draft_logits.softmax(-1))
     verdict = rule.judge(
         draft, Target(target, torch.tensor([False])), torch.tensor([[1.0, 0.9]]).double()
     )

@@ -517,7 +517,7 @@ def test_sampling_is_lossless_by_enumeration(
         draft = Draft(
             torch.tensor([tokens], dtype=torch.long).view(1, k),
             torch.tensor([k]),
-            torch.stack(draft_logits)[None].double() if k else None,
+            torch.stack(draft_logits)[None].double().softmax(-1) if k else None,
         )
         target = Target(rows.feed([[context[-1], *tokens]]).double(), torch.tensor([False]))
         for accepted, p, following in ways(RULES.make(rule), draft, target):

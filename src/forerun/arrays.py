@@ -6,7 +6,9 @@ are torch's on the host, too. What both libraries call the same is called as it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,13 +23,24 @@ BLOCK = 128
 
 def on_host(values: torch.Tensor) -> Array:
     """Logits on the CPU as an array, of at least 32 bits; on a GPU as they are."""
-    host = values.device.type == "cpu"
-    return values.to(float_type(values)).numpy() if host else values
+    try:
+        array = values.numpy()
+    except TypeError:  # of a GPU, or of a type that numpy lacks
+        return values if values.device.type != "cpu" else values.float().numpy()
+    return array if array.dtype != np.float16 else array.astype(np.float32)
 
 
 def beside(values: Any, array: Array) -> Array:
     """Values of the host as `array` is one: of numpy, or of torch on its device."""
     return values if isinstance(array, np.ndarray) else torch.as_tensor(values).to(array.device)
+
+
+_numbers = cache(np.arange)  # which takes longer than all that is done with it
+
+
+def numbers(count: int, array: Array) -> Array:
+    """0, 1, … beside another array; only to be read."""
+    return beside(_numbers(count), array)
 
 
 def library(array: Array) -> Any:
@@ -38,6 +51,16 @@ def library(array: Array) -> Any:
 def probability_type(logits: Array) -> Any:
     """The type that probabilities of logits are computed in."""
     return logits.dtype if isinstance(logits, np.ndarray) else float_type(logits)
+
+
+def at_most(array: Array, most: float) -> Array:
+    """`array.clip(None, most)` in a third of the time."""
+    return np.minimum(array, most) if isinstance(array, np.ndarray) else array.clamp(max=most)
+
+
+def at_least(array: Array, least: float) -> Array:
+    """`array.clip(least)`, likewise."""
+    return np.maximum(array, least) if isinstance(array, np.ndarray) else array.clamp(min=least)
 
 
 def cast(array: Array, dtype: Any) -> Array:
@@ -94,7 +117,9 @@ def sample(probs: Array, uniform: Array) -> Array:
         `(...,)` int64 token ids. A token of weight zero is never drawn.
     """
     if isinstance(probs, np.ndarray):
-        return _sample_on_host(probs, np.asarray(uniform))
+        pairs = zip(probs.reshape(-1, probs.shape[-1]), np.ravel(uniform).tolist(), strict=True)
+        tokens = [_picked(weights, coin)[0] for weights, coin in pairs]
+        return np.array(tokens).reshape(probs.shape[:-1])
     uniform = torch.as_tensor(uniform, dtype=torch.float64, device=probs.device)
     cumulative = probs.to(torch.float64).cumsum(-1) * (probs > 0)
     total = cumulative.amax(-1, keepdim=True)
@@ -105,21 +130,36 @@ def sample(probs: Array, uniform: Array) -> Array:
     return (cumulative > point).view(torch.uint8).argmax(-1)
 
 
-def _sample_on_host(probs: Array, uniform: Array) -> Array:
-    """The same in two steps: a block of the vocabulary, then a token of it."""
-    weights = probs.reshape(-1, size := probs.shape[-1])
-    blocks = np.add.reduceat(weights, np.arange(0, size, BLOCK), -1, np.float64)
-    until = blocks.cumsum(-1)
-    point = _below(until[:, -1:], uniform.reshape(-1, 1) * until[:, -1:])
-    row, block = np.arange(len(weights)), (until > point).argmax(-1)
-    before = np.where(block > 0, until[row, block - 1], 0.0)
-    tokens = block[:, None] * BLOCK + np.arange(BLOCK)
-    own = weights[row[:, None], np.minimum(tokens, size - 1)] * (tokens < size)
-    inside = own.cumsum(-1, np.float64)
-    point = _below(inside[:, -1:], point - before[:, None])
-    return tokens[row, (inside > point).argmax(-1)].reshape(probs.shape[:-1])
+def draw(logits: Array, coins: Sequence[float], probs: Array) -> tuple[list[int], list[float]]:
+    """A token of every distribution of `(rows, V)` logits by a coin of its own, and its
+    probability; that of all is written into `probs`, NaN where the logits are those of none."""
+    if not isinstance(logits, np.ndarray):
+        probs[:] = softmax(logits)
+        tokens = sample(probs, coins)[:, None]
+        return tokens[:, 0].tolist(), probs.gather(-1, tokens)[:, 0].tolist()
+    out, chances = [], []
+    for row, own, coin in zip(logits, probs, coins, strict=True):
+        top, token = float(row.max()), 0
+        if math.isfinite(top):
+            np.exp(np.subtract(row, top, out=own), out=own)
+            token, total = _picked(own, coin)
+            own /= total
+        else:
+            own[:] = math.nan
+        out.append(token)
+        chances.append(float(own[token]))
+    return out, chances
 
 
-def _below(total: Array, point: Array) -> Array:
-    """Points that are less than a total: rounding must leave a token above them."""
-    return np.minimum(point, np.nextafter(total, 0))
+def _picked(weights: Array, coin: float) -> tuple[int, float]:
+    """`sample` of `(V,)` weights of the host, and their sum: a block is drawn, then its token."""
+    sums = np.add.reduceat(weights, _numbers(0, len(weights), BLOCK), dtype=np.float64).cumsum()
+    total = float(sums[-1])
+    point = min(coin * total, math.nextafter(total, 0))
+    block = int(sums.searchsorted(point, "right"))
+    if block == len(sums):  # of no distribution
+        return 0, total
+    inside = weights[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
+    point = point - float(sums[block - 1]) if block else point
+    point = min(point, math.nextafter(float(inside[-1]), 0))
+    return block * BLOCK + int(inside.searchsorted(point, "right")), total

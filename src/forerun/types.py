@@ -148,21 +148,19 @@ class Draft:
     """`(rows, K)` int64 token ids, padded with 0 beyond `lengths`."""
     lengths: Array
     """`(rows,)` int64, `0 ≤ lengths ≤ K`."""
-    logits: Array | None = None
-    """`(rows, K, V)` processed logits the tokens were sampled from; None means every token was
-    certain (a one-hot distribution: greedy drafts, lookup)."""
+    probs: Array | None = None
+    """`(rows, K, V)` processed probabilities that the tokens were drawn with, all NaN where the
+    draft's logits are those of no distribution; None means every token was certain (a one-hot
+    distribution: greedy drafts, lookup)."""
     raw: Array | None = None
     """`(rows, K, V)` the draft's logits at temperature 1, before any transform; None if no rule
-    reads them (`AcceptanceRule.reads_draft`), `logits` itself where nothing transforms them."""
-
-    chosen: Array | None = None
-    """`(rows, K)` probabilities of the tokens by `logits`, where they are known already."""
+    reads them (`AcceptanceRule.reads_draft`), or nothing transforms them, so that `probs` say
+    the same."""
 
     def take(self, rows: Sequence[int]) -> Draft:
         index = list(rows)
-        logits = _at(self.logits, index)
-        raw = logits if self.raw is self.logits else _at(self.raw, index)
-        return Draft(self.tokens[index], self.lengths[index], logits, raw, _at(self.chosen, index))
+        probs, raw = _at(self.probs, index), _at(self.raw, index)
+        return Draft(self.tokens[index], self.lengths[index], probs, raw)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,17 +34,15 @@ class Proposal:
     shown: list[list[Token]] = field(default_factory=list)
     """What the draft's distribution says of each token, for controllers; empty rows where it says
     nothing (lookup)."""
-    logits: list[Array] = field(default_factory=list)
-    """Per step `(rows, V)` processed logits the tokens were drawn from; empty where all tokens were
-    certain."""
-    chosen: list[Array] = field(default_factory=list)
-    """Per step `(rows,)` their probabilities by these, if they are known."""
+    probs: Array | None = None
+    """`(rows, steps, V)` processed probabilities the tokens were drawn with, until the next round;
+    None where all tokens were certain."""
     leaves: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Rows of whose draft second choices are judged, too: `(place, token)` of each, beside the
     drafted token at that place."""
     raw: list[Any] = field(default_factory=list)
     """Per step `(rows, V)` the draft's logits at temperature 1, a tensor or an array, where rules
-    read more than `logits`; until the next round."""
+    read more than `probs`; until the next round."""
     predicted: set[int] = field(default_factory=set)
     """Rows whose tokens are of their request's own prediction, not the drafter's."""
     forced: dict[int, int] = field(default_factory=dict)
@@ -83,21 +80,17 @@ class Proposal:
         """
         for row, tokens in certain.items():
             self.tokens[row] = [*tokens, *self.tokens[row]]
-        if not self.logits or not any(certain.values()):
+        if self.probs is None or not any(certain.values()):
             return
-        from forerun.arrays import library
-
-        like = self.logits[0]
-        steps = [library(like).zeros_like(like) for _ in range(max(map(len, self.tokens)))]
-        for step, logits in zip(steps, self.logits, strict=False):
-            step[:] = logits
+        longest, steps = max(map(len, self.tokens)), self.probs.shape[1]
+        probs = self.probs[:, [min(place, steps - 1) for place in range(max(longest, steps))]]
         for row, tokens in certain.items():
-            for place in range(len(tokens), len(self.tokens[row])):
-                steps[place][row] = self.logits[place - len(tokens)][row]
+            first, last = len(tokens), len(self.tokens[row])
+            probs[row, first:last] = self.probs[row, : last - first]
+            probs[row, :first] = 0.0
             for place, token in enumerate(tokens):
-                steps[place][row] = -math.inf
-                steps[place][row, token] = 0.0
-        self.logits, self.chosen = steps, []
+                probs[row, place, token] = 1.0
+        self.probs = probs
 
 
 @dataclass

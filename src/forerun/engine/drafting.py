@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from forerun.arrays import beside, finite, library, on_host, put, sample, softmax
+from forerun.arrays import draw, library, on_host, probability_type
 from forerun.drafters.base import Drafter, Proposal, Step, Texts
 from forerun.engine.endings import draft_stop, proposal_stop
 from forerun.engine.leaves import grow, takes_leaves
@@ -79,6 +79,7 @@ class RoundContext:
         self.reads = any(rule.reads_draft for rule in rules)
         """Whether a rule reads more of the draft's distribution than its probabilities."""
         self._raw: list[NDArray[np.float32]] = []
+        self._probs: Array | None = None
         self._signals = lengths.signals & MEASURED
         self._ids = bool(lengths.signals - MEASURED)
         self.greedy = None
@@ -156,40 +157,49 @@ class RoundContext:
         self, logits: torch.Tensor, texts: Texts, active: Sequence[int], proposal: Proposal
     ) -> Best:
         """Per row a token under its sampling, and what policies read; where active."""
-        sampler, rows = self._sampler, self._rows
-        changed = self._shaped(logits, proposal)
-        processed = on_host(sampler.sharpen(changed)[:, 0])
-        lib = library(processed)
+        sampler, rows, changed = self._sampler, self._rows, logits
+        if not sampler.untouched:
+            shaped = self._shaped(logits, proposal)
+            changed, logits = shaped[:, 0], sampler.sharpen(shaped)[:, 0]
         if sampler.some_certain:
-            only = lib.full_like(processed, -np.inf)
-            only = put(only, processed.argmax(-1)[:, None], 0.0)
+            top, picked = logits.max(-1, keepdim=True)
             # What is no distribution stays none.
-            only = lib.where(finite(lib.amax(processed, -1))[:, None], only, np.nan)
-            certain = beside(sampler.certain.numpy(), processed)[:, None]
-            processed = lib.where(certain, only, processed)
-        coins = np.zeros(len(rows))
+            only = torch.full_like(logits, -torch.inf).scatter_(-1, picked, top - top)
+            logits = torch.where(sampler.certain.to(logits.device).unsqueeze(-1), only, logits)
+        coins = [0.0] * len(rows)
         for row in active:
             if not rows[row].certain:
-                coins[row] = rows[row].random.random()
-        probs = softmax(processed)
-        picked = sample(probs, coins)
-        chosen = probs[beside(np.arange(len(rows)), picked), picked]
-        proposal.logits.append(processed)
-        proposal.chosen.append(chosen)
-        signals = self._measured(changed[:, 0], picked, chosen)
-        shown = {name: [[value] for value in values] for name, values in signals.items()}
-        return Best(picked[:, None].tolist(), shown, (chosen > 0)[:, None].tolist())
+                coins[row] = next(rows[row].coins)
+        place = 0 if proposal.probs is None else proposal.probs.shape[1]
+        probs = self._room(place, host := on_host(logits))
+        tokens, chosen = draw(host, coins, probs[:, place])
+        proposal.probs = probs[:, : place + 1]
+        signals = self._measured(changed, tokens, chosen) if self._signals else {}
+        sound = [[chance > 0] for chance in chosen]  # a NaN is not
+        return Best([[token] for token in tokens], signals, sound)
+
+    def _room(self, place: int, logits: Array) -> Array:
+        """`(rows, > place, V)` for probabilities of such logits: fresh memory takes longer."""
+        if self._probs is None or place == self._probs.shape[1]:
+            lib, kind = library(logits), probability_type(logits)
+            steps = [lib.zeros_like(logits, dtype=kind)] * max(place, 8)
+            before = [] if self._probs is None else [self._probs]
+            self._probs = lib.concatenate([*before, lib.stack(steps, 1)], 1)
+        return self._probs
 
     def _measured(
-        self, logits: torch.Tensor, tokens: Array, chosen: Array
-    ) -> dict[str, list[float]]:
-        """What policies read of tokens drawn from `(rows, V)` logits, with those chances."""
-        names = self._signals - {"chosen"} if self._sampler.untouched else self._signals
-        if isinstance(tokens, np.ndarray):
-            signals = read(on_host(logits), names, tokens)[2] if names else {}
+        self, logits: torch.Tensor, tokens: list[int], chosen: list[float]
+    ) -> dict[str, list[list[float]]]:
+        """What policies read of tokens drawn from `(rows, V)` logits, with these chances."""
+        known = {"chosen": chosen} if self._sampler.untouched else {}
+        names = self._signals - known.keys()
+        if isinstance(host := on_host(logits), np.ndarray):
+            signals = read(host, names, tokens)[2] if names else {}
         else:
-            signals = {n: of.tolist() for n, of in measure(logits, tokens, names).items()}
-        return signals if names is self._signals else signals | {"chosen": chosen.tolist()}
+            picked = torch.tensor(tokens, device=logits.device)
+            signals = {n: of.tolist() for n, of in measure(logits, picked, names).items()}
+        signals |= {name: known[name] for name in known.keys() & self._signals}
+        return {name: [[value] for value in of] for name, of in signals.items()}
 
     def _shaped(self, logits: torch.Tensor, proposal: Proposal, own: bool = False) -> torch.Tensor:
         """`(rows, 1, V)` logits under each row's penalties, biases and constraint."""

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from forerun.arrays import beside, library, on_host
+from forerun.arrays import beside, on_host
 from forerun.drafters.base import Proposal
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
@@ -134,7 +135,7 @@ def judge(
     shaped = raw = on_host(processed)
     if processed is not logits:
         raw = on_host(logits)
-    target = Target(shaped, sampler.certain.numpy(), raw, _spent(rows))
+    target = Target(shaped, sampler.certain_rows, raw, _spent(rows))
     draft = _drafted(proposal, width, shaped, sampler.untouched)
     uniforms = beside(_coins(rows, proposal, width, judged), shaped)
     groups: dict[AcceptanceRule, list[int]] = {}
@@ -205,17 +206,12 @@ def _drafted(proposal: Proposal, width: int, like: Array, untouched: bool) -> Dr
     """The draft as rules see it, padded to `width`; `untouched` as of `Sampler`."""
     tokens, rows = proposal.tokens, len(proposal.tokens)
     padded = [[*draft, *[0] * (width - len(draft))] for draft in tokens]
-    lib, logits, chosen = library(like), None, None
-    if proposal.logits and width:
-        logits = lib.stack(proposal.logits[:width], 1)
-        chosen = lib.stack(proposal.chosen[:width], 1) if proposal.chosen else None
-    raw = logits if untouched else raw_of(proposal, width)
+    raw = None if untouched else raw_of(proposal, width)
     return Draft(
         beside(np.array(padded, np.int64).reshape(rows, width), like),
         beside(np.array([len(draft) for draft in tokens]), like),
-        logits,
-        on_host(raw) if isinstance(raw, torch.Tensor) else raw,
-        chosen,
+        None if proposal.probs is None or not width else proposal.probs[:, :width],
+        None if raw is None else on_host(raw),
     )
 
 
@@ -237,6 +233,6 @@ def _coins(rows: Sequence[Row], proposal: Proposal, width: int, judged: Sequence
     uniforms = np.zeros((len(rows), width + 1))
     for row in judged:
         if not rows[row].certain:
-            *coins, last = rows[row].random.random(len(proposal.tokens[row]) + 1)
+            *coins, last = islice(rows[row].coins, len(proposal.tokens[row]) + 1)
             uniforms[row, : len(coins)], uniforms[row, width] = coins, last
     return uniforms

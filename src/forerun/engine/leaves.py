@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from forerun.arrays import Array, sample, softmax
+from forerun.arrays import sample
 from forerun.drafters.base import Proposal
 from forerun.engine.judging import Judgements, RowVerdict
 from forerun.engine.lengths import Lengths
@@ -48,14 +48,17 @@ def _second(proposal: Proposal, row: Row, i: int, place: int) -> int | None:
     if row.certain:
         second = proposal.shown[i][place].second
         return None if second is None else int(second)
-    if place >= len(proposal.logits) or not (probs := _without_first(proposal, i, place)).sum() > 0:
+    if proposal.probs is None or place >= proposal.probs.shape[1]:
         return None
-    return int(sample(probs, row.random.random()))
+    if not (probs := _without_first(proposal, i, place)).sum() > 0:
+        return None
+    return int(sample(probs, next(row.coins)))
 
 
-def _without_first(proposal: Proposal, i: int, place: int) -> Array:
+def _without_first(proposal: Proposal, i: int, place: int) -> torch.Tensor:
     """`(V,)` what a second token of coins is drawn from."""
-    probs = softmax(proposal.logits[place][i])
+    assert proposal.probs is not None
+    probs = torch.as_tensor(proposal.probs[i, place]).clone()
     probs[proposal.tokens[i][place]] = 0
     return probs / probs.sum()
 
@@ -115,7 +118,7 @@ def follow_shaped(
         verdict.leaf, verdict.following = n, best.tokens[row][0]
         if not rows[row].certain:
             probs = shaped[row, 0].softmax(-1)
-            verdict.following = int(sample(probs, rows[row].random.random()))
+            verdict.following = int(sample(probs, next(rows[row].coins)))
 
 
 def _toss(verdict: RowVerdict, proposal: Proposal, row: Row, i: int) -> None:
@@ -123,12 +126,12 @@ def _toss(verdict: RowVerdict, proposal: Proposal, row: Row, i: int) -> None:
     own = dict(proposal.leaves[i])
     if verdict.following is None or verdict.accepted not in own:
         return
-    token, coins = own[verdict.accepted], row.random.random(2)
-    assert verdict.probs is not None
-    drawn_from = _without_first(proposal, i, verdict.accepted)
-    chance, rest = second_draw(verdict.probs, drawn_from, token)
-    kept = coins[0] < chance
-    verdict.following = token if kept else int(sample(rest, coins[1]))
+    token, coin, second = own[verdict.accepted], next(row.coins), next(row.coins)
+    probs = torch.as_tensor(verdict.probs)
+    drawn_from = _without_first(proposal, i, verdict.accepted).to(probs)
+    chance, rest = second_draw(probs, drawn_from, token)
+    kept = coin < chance
+    verdict.following = token if kept else int(sample(rest, second))
 
 
 def kept_leaves(judged: Mapping[int, RowVerdict | Exception], proposal: Proposal) -> dict[int, int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from forerun.engine.results import Completion, FinishReason, Logprob, Origin, Pi
 from forerun.engine.text import HELD, Detokenizer, StopStrings
 from forerun.errors import ForerunError
 from forerun.requests import Request, Sampling
+
+COINS = 64
+"""Random numbers that are made at a time: one alone takes as long."""
 
 
 @dataclass(eq=False)
@@ -73,8 +77,11 @@ class Row:
         return Noise.of(self.sampling, asked.prompt, asked.source, self.seed)
 
     @cached_property
-    def random(self) -> np.random.Generator:
-        return np.random.default_rng(stream(self.seed, self.request.prompt, self.request.source))
+    def coins(self) -> Iterator[float]:
+        """Its own random numbers in [0, 1)."""
+        asked = self.request
+        random = np.random.default_rng(stream(self.seed, asked.prompt, asked.source))
+        return chain.from_iterable(iter(lambda: random.random(COINS).tolist(), None))
 
     @property
     def certain(self) -> bool:

@@ -44,6 +44,7 @@ class Sampler:
         self._certain = [s.greedy or noise is not None for s, noise in self._pairs]
         self.some_certain, self.all_certain = any(self._certain), all(self._certain)
         self._noisy = any(self._noises)
+        self.certain_rows = np.array(self._certain)
         self._reshapes = any(s.reshapes for s in rows) or self._noisy
         self.trivial = self.all_certain and not self._reshapes  # arg-maxes of raw logits
         tossing = [s for s, noise in self._pairs if noise is None and not s.greedy]
@@ -54,7 +55,7 @@ class Sampler:
     @cached_property
     def certain(self) -> torch.Tensor:
         """`(rows,)` whether a row takes the arg-max of its shaped logits."""
-        return torch.tensor(self._certain, dtype=torch.bool)
+        return torch.from_numpy(self.certain_rows)
 
     @cached_property
     def _by_noise(self) -> _Tempering:

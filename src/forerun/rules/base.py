@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from forerun.arrays import beside, finite, one_hot, put, sample, softmax
+from forerun.arrays import at_least, at_most, finite, numbers, one_hot, put, sample, softmax
 from forerun.errors import require
 from forerun.rules.odds import Odds, Weighed
 from forerun.types import Array, Draft, Target, Verdict
@@ -89,7 +89,7 @@ class AcceptanceRule(ABC):
             verdict = self.decide(draft, target, uniforms)
             if verdict.failed is None:
                 verdict = replace(verdict, failed=_failed(verdict, target))
-        return verdict
+            return verdict
 
     @abstractmethod
     def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
@@ -136,7 +136,7 @@ def _failed(verdict: Verdict, target: Target) -> Array:
     A token that was drawn has a finite logit and a probability. If the logits are not sound, either
     it is their arg-max, which is then not finite, or its probability is a NaN.
     """
-    row = beside(np.arange(len(verdict.accepted)), verdict.accepted)
+    row = numbers(len(verdict.accepted), verdict.accepted)
     value = target.logits[row, verdict.accepted, verdict.next_token]
     if verdict.next_probs is not None:
         value = value * verdict.next_probs[row, verdict.next_token]
@@ -148,22 +148,21 @@ def _following(odds: Odds, weighed: Weighed, accepted: Array) -> Array:
     logits if all are)."""
     draft, row, where = odds.draft, odds.row[:, 0], odds.lib.where
     logits = odds.target.logits[row, accepted]
-    at = accepted.clip(0, max(odds.width - 1, 0))
-    rejected = accepted < odds.lengths
+    at, rejected = at_most(accepted, odds.width - 1), accepted < odds.lengths
     if weighed.struck is not None:
         token = weighed.struck[row, at][:, None]
         struck = put(logits, token.clip(0), -np.inf)
         logits = where(rejected[:, None] & (token >= 0), struck, logits)
     if odds.all_greedy:
         return logits
-    probs = softmax(logits)
+    probs = odds.whole[row, accepted] if weighed.struck is None else softmax(logits)
     if odds.width and weighed.residual is not False:
         use = rejected if weighed.residual is True else rejected & weighed.residual[row, at]
         if use.any():
-            if draft.logits is None:
+            if draft.probs is None:
                 residual = put(probs, draft.tokens[row, at][:, None], 0)
             else:
-                residual = (probs - softmax(draft.logits[row, at])).clip(0)
+                residual = at_least(probs - draft.probs[row, at], 0)
             mass = residual.sum(-1)[:, None]
             # Rounding may leave nothing of the residual: then the target itself.
             probs = where(use[:, None] & (mass > 0), residual / mass, probs)

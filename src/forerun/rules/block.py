@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from forerun.arrays import beside, cast, library, one_hot, put, sample, softmax
+from forerun.arrays import beside, cast, library, numbers, one_hot, put, sample, softmax
 from forerun.rules.base import AcceptanceRule
 from forerun.rules.exact import match_greedy
 from forerun.rules.odds import sound_length
@@ -32,18 +30,18 @@ class Block(AcceptanceRule):
         if target.greedy.all():
             return match_greedy(draft, target.logits)
         lib, width = library(draft.tokens), draft.tokens.shape[1]
-        row = beside(np.arange(len(draft.tokens)), draft.tokens)
-        place = beside(np.arange(1, width + 1), draft.tokens)
+        row = numbers(len(draft.tokens), draft.tokens)
+        place = numbers(width, draft.tokens) + 1
         drafted = row[:, None], place - 1, draft.tokens
         goal = softmax(target.logits)
         sound = goal[drafted] >= 0  # a NaN is not
         if target.greedy.any():
             greedy = beside(target.greedy, draft.tokens)[:, None]
             goal = lib.where(greedy[..., None], one_hot(target.logits), goal)
-        if draft.logits is None:
+        if draft.probs is None:
             guess = put(lib.zeros_like(goal[:, :width]), draft.tokens[..., None], 1)
         else:
-            guess = softmax(draft.logits)
+            guess = draft.probs
             sound = sound & (guess[drafted] > 0)
         lengths = sound_length(draft.lengths, sound)
 

@@ -135,7 +135,7 @@ def _without(odds: Odds, token: Array) -> tuple[Array, Array]:
     """Chance of keeping what was drafted, and drift, `(rows, K)` each, by the usual test against
     the target without some `(rows, K)` tokens."""
     logits = put(odds.logits, token[..., None], -np.inf)
-    draft = Draft(odds.draft.tokens, odds.draft.lengths, odds.draft_logits)
+    draft = Draft(odds.draft.tokens, odds.draft.lengths, None if odds.certain else odds.draft_probs)
     left = Odds(draft, Target(logits, odds.target.greedy))
     kept = odds.lib.minimum(odds.drawn, left.emitted)
     emitted = kept + (1 - kept.sum(-1)[..., None]) * left.emitted
@@ -149,13 +149,13 @@ def _penalised_drift(odds: Odds, fires: Array) -> Array:
     Certain drafts leave `target(x)`, and nothing else, undone.
     """
     certain = odds.tokens.target[..., 0]
-    if odds.draft_logits is None:
+    if odds.certain:
         return certain
     drift = odds.lib.where(odds.greedy, certain, 0)
     where, double = fires & ~odds.greedy, odds.lib.float64
     # Few positions: afford float64.
     logits = cast(odds.logits[where], double)
-    target, draft = softmax(logits), softmax(cast(odds.draft_logits[where], double))
+    target, draft = softmax(logits), cast(odds.draft_probs[where], double)
     # `1 − target(x)` has no digits left for an x that is nearly sure: the best token goes apart.
     best = logits.argmax(-1)[:, None]
     others = softmax(put(logits, best, -np.inf))

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from forerun.arrays import beside, cast, finite, library, probability_type
+from forerun.arrays import cast, finite, library, numbers, probability_type
 from forerun.errors import SettingError
 from forerun.rules.base import AcceptanceRule
 from forerun.types import Array, Draft, Target, Verdict
@@ -46,12 +44,12 @@ def sampled_row(target: Target) -> int | None:
 def match_greedy(draft: Draft, logits: Array) -> Verdict:
     """The verdict when every row decodes greedily: no softmax, no host synchronisation."""
     choice, width = logits.argmax(-1), draft.tokens.shape[1]
-    row = beside(np.arange(len(choice)), choice)
-    sound = finite(logits[row[:, None], beside(np.arange(width + 1), choice), choice])
-    inside = beside(np.arange(width), choice) < draft.lengths[:, None]
+    row, place = numbers(len(choice), choice), numbers(width + 1, choice)
+    sound = finite(logits[row[:, None], place, choice])
+    inside = place[:width] < draft.lengths[:, None]
     match = (draft.tokens == choice[:, :width]) & inside & sound[:, :width]
-    if draft.logits is not None:  # sampled neighbours: greedy rows on their own have none
-        match &= finite(library(choice).amax(draft.logits, -1))
+    if draft.probs is not None:  # sampled neighbours: greedy rows on their own have none
+        match &= library(choice).amax(draft.probs, -1) > 0
     accepted = match.cumprod(-1).sum(-1)
     chance = cast(match, probability_type(logits))
     return Verdict(accepted, choice[row, accepted], chance, failed=~sound[row, accepted])

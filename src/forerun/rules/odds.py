@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from forerun.arrays import (
+    at_most,
     beside,
     by_torch,
     cast,
     entropy,
     finite,
     library,
+    numbers,
     one_hot,
     probability_type,
     put,
@@ -67,7 +69,7 @@ class Odds:
     """The two models' word on one draft. Everything is over the `K` drafted positions."""
 
     draft: Draft
-    """Its tokens and lengths; its logits are in `draft_logits` and `raw_draft`."""
+    """Its tokens and lengths; its distributions are in `draft_probs` and `raw_draft`."""
     target: Target
     """Which rows are greedy, and what they spent; its logits are in `logits` and `raw`."""
     parent: Odds | None = None
@@ -80,12 +82,10 @@ class Odds:
     def take(self, where: Array) -> Odds:
         """The positions where `(rows, K)` is true, in order, as rows of one token each."""
         places = self.lib.where(where)
-        row, chosen = places[0], self.draft.chosen
+        row = places[0]
         greedy = self.greedy[row, 0]
-        if chosen is not None:
-            chosen = chosen[places][:, None]
         here = Odds(
-            Draft(self.draft.tokens[places][:, None], self.lib.ones_like(row), chosen=chosen),
+            Draft(self.draft.tokens[places][:, None], self.lib.ones_like(row)),
             Target(self.target.logits[:0], greedy if self.lib is np else greedy.cpu()),
             self,
             places,
@@ -112,12 +112,12 @@ class Odds:
     @cached_property
     def row(self) -> Array:
         """`(rows, 1)` their numbers."""
-        return beside(np.arange(len(self.draft.tokens))[:, None], self.draft.tokens)
+        return numbers(len(self.draft.tokens), self.draft.tokens)[:, None]
 
     @cached_property
     def place(self) -> Array:
         """`(K,)` numbers of the positions."""
-        return beside(np.arange(self.width), self.draft.tokens)
+        return numbers(self.width, self.draft.tokens)
 
     @cached_property
     def lib(self) -> Any:
@@ -141,25 +141,26 @@ class Odds:
         return _there(self.target.raw)[:, : self.width]
 
     @cached_property
-    def draft_logits(self) -> Array | None:
-        """`(rows, K, V)` the draft's processed logits; None if its tokens were certain."""
-        if self.parent is None or self.certain:
-            return self.draft.logits
-        return self.at(_there(self.parent.draft_logits))
+    def draft_probs(self) -> Array:
+        """`(rows, K, V)` the draft's processed distribution, unless its tokens were certain."""
+        if self.parent is not None:
+            return self.at(self.parent.draft_probs)
+        assert self.draft.probs is not None, "tokens that were certain come without"
+        return self.draft.probs
 
     @cached_property
     def raw_draft(self) -> Array:
         """`(rows, K, V)` the draft's logits at temperature 1, which a rule must have asked for."""
         if self.untouched_draft:
-            return _there(self.draft_logits)
+            return self.lib.log(self.draft_probs)
         if self.parent is not None:
             return self.at(self.parent.raw_draft)
         return _there(self.draft.raw)
 
     @cached_property
     def certain(self) -> bool:
-        """Whether the drafted tokens were, so that the draft has no logits."""
-        return self.draft.logits is None
+        """Whether the drafted tokens were, so that the draft has no probabilities."""
+        return self.draft.probs is None
 
     @cached_property
     def untouched(self) -> bool:
@@ -168,8 +169,8 @@ class Odds:
 
     @cached_property
     def untouched_draft(self) -> bool:
-        """Whether the draft's processed logits are those at temperature 1."""
-        return not self.certain and self.draft.raw is self.draft.logits
+        """Whether the draft's processed distribution is that at temperature 1."""
+        return not self.certain and self.draft.raw is None
 
     @property
     def width(self) -> int:
@@ -212,6 +213,8 @@ class Odds:
         sound = finite(self.best_logit[..., 0]) if self.all_greedy else self._target_token >= 0
         if not self.certain:
             sound = sound & (self._draft_token > 0)
+        if self.lib is np and sound.all():
+            return self.draft.lengths
         return sound_length(self.draft.lengths, sound)
 
     @cached_property
@@ -231,7 +234,7 @@ class Odds:
             return cast(self.match, self.dtype)
         ratio = self._target_token
         if not self.certain:
-            ratio = (ratio / self._draft_token).clip(None, 1)
+            ratio = at_most(ratio / self._draft_token, 1)
         # A token that neither model allows gives 0 / 0: not a number, and not acceptable.
         ratio = self.lib.where(ratio >= 0, ratio, 0)
         return self._greedy_else(cast(self.match, self.dtype), ratio)
@@ -266,10 +269,10 @@ class Odds:
         that `standard` keeps what is drafted there."""
         if self.certain:
             return self.tokens.target[..., 0]
-        both = self.lib.minimum(self._target, self._draft).sum(-1)
+        both = self.lib.minimum(self._target, self.draft_probs).sum(-1)
         if not self.some_greedy:
             return both
-        return self._greedy_else(self.of_tokens(self._draft, self._best), both)
+        return self._greedy_else(self.of_tokens(self.draft_probs, self._best), both)
 
     @cached_property
     def rank(self) -> Array:
@@ -322,7 +325,7 @@ class Odds:
     @cached_property
     def vocabulary(self) -> View:
         """All tokens, `n = V`; only for drafts with a distribution."""
-        target, draft = self.emitted, self._draft
+        target, draft = self.emitted, self.draft_probs
         ratio = target / draft.clip(self.lib.finfo(self.dtype).tiny)
         return View(target, draft, ratio.clip(None, 1), self.logits)
 
@@ -356,7 +359,7 @@ class Odds:
         """`(rows, K)` drift as of `lenient` without residual, where a few tokens, `(rows, K, V)`
         bool, are kept for sure and all others never."""
         row, place, token = self.lib.where(kept)
-        target, draft = (probs[row, place, token] for probs in (self._target, self._draft))
+        target, draft = (probs[row, place, token] for probs in (self._target, self.draft_probs))
         if self.some_greedy:
             one = cast(token == self._best[row, place], self.dtype)
             target = self.lib.where(self.greedy[row, 0], one, target)
@@ -384,13 +387,13 @@ class Odds:
     def drawn(self) -> Array:
         """`(rows, K, V)` the draft's distribution, one-hot where the tokens were certain."""
         if not self.certain:
-            return self._draft
+            return self.draft_probs
         return put(self.lib.zeros_like(self.emitted), self.draft.tokens[..., None], 1)
 
     @cached_property
     def draft_entropy(self) -> Array:
         """`(rows, K)` entropy in nats of the draft's processed distribution; 0 if certain."""
-        return self.lib.zeros_like(self.ratio) if self.certain else entropy(self._draft)
+        return self.lib.zeros_like(self.ratio) if self.certain else entropy(self.draft_probs)
 
     @cached_property
     def _best(self) -> Array:
@@ -400,15 +403,15 @@ class Odds:
     @cached_property
     def _target(self) -> Array:
         """`(rows, K, V)` the target's distribution, as if no row were greedy."""
-        if self.parent is not None and "_target" in self.parent.__dict__:
-            return self.at(self.parent._target)
-        return softmax(self.logits)
+        if self.parent is None:
+            return self.whole[:, : self.width]
+        known = "_target" in self.parent.__dict__
+        return self.at(self.parent._target) if known else softmax(self.logits)
 
     @cached_property
-    def _draft(self) -> Array:
-        if self.parent is not None and "_draft" in self.parent.__dict__:
-            return self.at(self.parent._draft)
-        return softmax(_there(self.draft_logits))
+    def whole(self) -> Array:
+        """`(rows, K + 1, V)` likewise, behind all of the draft, too."""
+        return softmax(self.target.logits)
 
     @cached_property
     def _target_token(self) -> Array:
@@ -417,8 +420,7 @@ class Odds:
 
     @cached_property
     def _draft_token(self) -> Array:
-        chosen = self.draft.chosen
-        return self.of_tokens(self._draft, self.draft.tokens) if chosen is None else chosen
+        return self.of_tokens(self.draft_probs, self.draft.tokens)
 
     def _greedy_else(self, one: Array, other: Array) -> Array:
         """The first in greedy rows."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from forerun.arrays import softmax
 from forerun.controllers.base import LengthPolicy
 from forerun.drafters.base import Proposal
 from forerun.engine import Request, Sampling
@@ -51,7 +52,8 @@ def judged_columns(
         drawn = torch.where(greedy.to(draft.device).view(-1, 1, 1), only, sampler.sharpen(draft))
     lengths = torch.full((len(tokens),), tokens.shape[1], device=tokens.device)
     odds = Odds(
-        Draft(tokens, lengths, drawn, draft), Target(sampler.sharpen(target), greedy, target)
+        Draft(tokens, lengths, None if drawn is None else softmax(drawn), draft),
+        Target(sampler.sharpen(target), greedy, target),
     )
     unknown = torch.full_like(odds.ratio, torch.nan)
     out = {
