@@ -273,8 +273,12 @@ class _Weighed(Plan):
     def _ahead(self, worth: float, going: Collection[Chance]) -> bool:
         """Whether the next token, `worth` too little alone, pays for a level of the pass with some
         of those behind it."""
+        likely = max(chance.next for chance in going)
         gains = [chance.kept * chance.next for chance in going]
         for n in range(self._tokens + 1, len(self._costs.passes) + 1):
+            # Nor do all that could ever follow, were they drafted and judged for nothing.
+            if worth * (1 - likely) + sum(gains) * likely <= 0:
+                return False
             gains = [gain * chance.next for gain, chance in zip(gains, going, strict=True)]
             worth += sum(gains) - self._price * self._step(n, len(going))
             if worth > 0:
