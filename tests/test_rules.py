@@ -616,7 +616,7 @@ def chi_square(rule, draws=20_000, vocab=3, window=2, seed=0):
         tokens = torch.cat([tokens, new.unsqueeze(-1)], 1)
     p = torch.stack([rows(target_at, tokens[:, :i]) for i in range(depth)], 1)
     verdict = rule.judge(
-        Draft(tokens, torch.full((draws,), window), torch.stack(q, 1)),
+        Draft(tokens, torch.full((draws,), window), torch.stack(q, 1).softmax(-1)),
         Target(p, torch.zeros(draws, dtype=torch.bool)),
         coins(draws, depth),
     )

@@ -118,7 +118,7 @@ class RoundContext:
             best = best_of(self._shaped(logits, proposal, own=not self.reads), self._signals)
         elif best is None:
             assert logits is not None, "a step has logits or best tokens"
-            best = self._draw(logits, texts, active, proposal)
+            best = self._draw(logits, active, proposal)
         drawn = []
         for row in active:
             if not best.sound[row][0]:
@@ -153,9 +153,7 @@ class RoundContext:
         proposal.tokens[row].append(token)
         text.append(token)
 
-    def _draw(
-        self, logits: torch.Tensor, texts: Texts, active: Sequence[int], proposal: Proposal
-    ) -> Best:
+    def _draw(self, logits: torch.Tensor, active: Sequence[int], proposal: Proposal) -> Best:
         """Per row a token under its sampling, and what policies read; where active."""
         sampler, rows, changed = self._sampler, self._rows, logits
         if not sampler.untouched:

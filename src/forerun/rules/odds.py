@@ -316,7 +316,7 @@ class Odds:
     def tokens(self) -> View:
         """The drafted tokens only, `n = 1`."""
         logits = self.of_tokens(self.logits, self.draft.tokens)[..., None]
-        target = cast(self.match, self.dtype) if self.some_greedy else None
+        target: Array = cast(self.match, self.dtype) if self.some_greedy else None
         if not self.all_greedy:
             target = self._greedy_else(target, self._target_token)
         draft = self.lib.ones_like(target) if self.certain else self._draft_token
