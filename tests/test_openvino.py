@@ -17,7 +17,6 @@ import transformers as hf
 from forerun.errors import MissingExtraError, ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import Rows
 from forerun.runtime.base import LOGITS, Facts, best_of, logits_of
-from forerun.runtime.exits import LayersExecutor, layers_of
 from forerun.runtime.padded import facts_of
 from marks import slow_but
 from sourced import alone as alone_with
@@ -33,7 +32,6 @@ from forerun.runtime.openvino import load as loading  # noqa: E402
 from forerun.runtime.openvino.core import core  # noqa: E402
 from forerun.runtime.openvino.executor import OpenVINOExecutor  # noqa: E402
 from forerun.runtime.openvino.export import Attention, export, halved  # noqa: E402
-from forerun.runtime.openvino.layers import OpenVINOLayersExecutor  # noqa: E402
 from forerun.runtime.openvino.load import from_model, from_name  # noqa: E402
 from forerun.runtime.openvino.pool import Blocks  # noqa: E402
 from forerun.runtime.openvino.weights import fuse, halves, held, hold, is_halved  # noqa: E402
@@ -483,8 +481,6 @@ def test_precisions(model: Any) -> None:
         off = (executor.run([0], [text], [20])[0] - exact).abs().max() / exact.abs().max()
         assert 1e-4 < off < 0.1  # another model, but a near one
         from_model(build_encoder_decoder("marian"), precision, threads=2)  # passes the probe
-        with pytest.raises(SettingError, match=f"openvino in fp32 only, got {name}"):
-            OpenVINOLayersExecutor(model, executor, [1])
 
 
 @pytest.mark.parametrize(
@@ -553,44 +549,6 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("forerun.runtime.runtimes.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"forerun\[openvino\]"):
         OpenVINORuntime().load(Source("a model"))
-
-
-def test_early_exits_are_those_of_torch() -> None:
-    """Tokens that leave at different depths, come again, go deeper, and are verified."""
-    model = build("llama")
-    whole = from_model(model, cached=False)
-    pair = [Rows(LayersExecutor(model)), Rows(OpenVINOLayersExecutor(model, whole, [1, 2]))]
-    prompts = texts(6, 40)
-    seen: list[list[torch.Tensor]] = [[], []]
-    for rows, states in zip(pair, seen, strict=True):
-        rows.read(prompts)
-        executor, contexts = layers_of(rows), [list(prompt) for prompt in prompts]
-        for turn, drafted in enumerate(([5, 7], [9, 11], [3, 4])):
-
-            def leave(
-                depth: int,
-                here: list[int],
-                hidden: torch.Tensor,
-                into: list[torch.Tensor] = states,
-                turn: int = turn,
-            ) -> list[bool]:
-                into.append(hidden.clone())
-                return [depth > (row + turn) % 2 for row in here]
-
-            executor.climb(rows.lengths, contexts, [1, 2], leave)
-            for context, token in zip(contexts, drafted, strict=True):
-                context.append(token)
-        assert [len(row) for row in executor.pending] == [3, 3]
-        fed = [c[n:] for c, n in zip(contexts, rows.lengths, strict=True)]
-        states.append(rows.feed(fed))
-        rows.rollback(0, len(prompts[0]))
-        rows.keep([1, 0])
-        states.append(rows.feed([[8, 3], [6, 2]]))
-    assert len(seen[0]) == len(seen[1]) > 4
-    for ours, torchs in zip(seen[1], seen[0], strict=True):
-        torch.testing.assert_close(ours, torchs, atol=TOLERANCE, rtol=0)
-    assert layers_of(pair[0]).work == layers_of(pair[1]).work
-    close(seen[1][-1][1, 1:], alone(model, [*prompts[0], 6, 2])[-1:])
 
 
 def test_the_server_reads_sampling_defaults_beside_the_weights(model: Any, tmp_path: Path) -> None:

@@ -192,14 +192,6 @@ def of_precision(precision: str) -> Case:
     return Case(make, alone)
 
 
-def of_openvino_layers(family: str) -> Case:
-    pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
-    from forerun.runtime.openvino.layers import OpenVINOLayersExecutor
-    from forerun.runtime.openvino.load import from_model
-
-    return of_model(lambda model: OpenVINOLayersExecutor(model, from_model(model), [1]), family)
-
-
 CASES: dict[str, Callable[[], Case]] = {
     **{f"torch-{f}": lambda f=f: of_model(TorchExecutor, f) for f in (*CONFIGS, *WINDOWED)},
     **{f"packed-{family}": lambda f=family: of_packed(TorchExecutor, f) for family in CONFIGS},
@@ -215,7 +207,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "openvino-halved-llama-large": lambda: of_halved("llama", large=True),
     "openvino-parts-llama": lambda: of_halved("llama", tiled=True),
     "openvino-parts-gpt2-large": lambda: of_halved("gpt2", large=True, tiled=True),
-    "openvino-layers-llama": lambda: of_openvino_layers("llama"),
     **{f"openvino-{p}": lambda p=p: of_precision(p) for p in ("int8", "Q8_0", "Q4_1", "Q4_K")},
     "scripted": of_script,
 }

@@ -89,11 +89,8 @@ def test_a_node_is_its_own_path(name: str, count: int) -> None:
         judge_trees(case, rows, make)
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(("layers-llama", "openvino-layers-llama"), lambda name: name == "layers-llama")
-)
-def test_who_runs_layers_runs_no_trees(name: str) -> None:
-    assert not CASES[name]().make().trees
+def test_who_runs_layers_runs_no_trees() -> None:
+    assert not CASES["layers-llama"]().make().trees
 
 
 @pytest.mark.slow

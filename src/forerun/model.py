@@ -336,7 +336,6 @@ def load(
     """
     chosen = _chosen(target, settings)
     spec = drafter_spec(draft or chosen.draft or default_draft(target))
-    # Graphs for early exits are made anew at every start: only for those who ask.
     runs = RUNTIMES.make(runtime or ("torch" if spec.on_torch else default_runtime()))
     spec = _running(spec, runs, trust_remote_code)
     where = zoo.locate(target)
@@ -346,7 +345,9 @@ def load(
     tokenizer = load_tokenizer(where, trust_remote_code)
     drafter = spec.build(rows, tokenizer)
     model = Model(drafter.target or rows, drafter, tokenizer, chosen, _prefixes(prefix_cache))
-    return _warmed(model) if spec != NoDraft() else model
+    model = _warmed(model) if spec != NoDraft() else model
+    rows.executor.settle()
+    return model
 
 
 def _warmed(model: Model) -> Model:

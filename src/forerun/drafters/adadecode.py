@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from forerun.checks import between, whole
 from forerun.drafters.base import Drafter, DrafterSpec
-from forerun.drafters.specbound import SpecBoundDrafter, check_heads, exits_of, listed, on_runtime
+from forerun.drafters.specbound import SpecBoundDrafter, check_heads, exits_of, listed
 from forerun.errors import require
 from forerun.runtime.base import Rows
 from forerun.runtime.exits import layers_of
@@ -63,7 +63,6 @@ class AdaDecode(DrafterSpec):
         """
         rows, heads, _ = exits_of(target, self.exits, NAME)
         layers = self._asked(layers_of(rows).access.layers, tuple(heads.layers))
-        rows = on_runtime(rows, target, layers)
         return SpecBoundDrafter(rows, heads, layers, self.threshold, 0.0, self.most)
 
     def _asked(self, layers: int, heads: tuple[int, ...]) -> tuple[int, ...]:

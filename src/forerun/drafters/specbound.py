@@ -18,7 +18,6 @@ from forerun.runtime.drafts import own_draft, spread
 from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.heads import load_heads
 from forerun.runtime.layers import ExitHeads, LogitLens
-from forerun.runtime.load import load_model
 from forerun.types import Stop
 
 NAME = "specbound"
@@ -199,7 +198,6 @@ class SpecBound(DrafterSpec):
             default if value is None else value
             for value, default in ((chosen.threshold, 0.7), (chosen.anneal, 0.5), (chosen.width, 6))
         )
-        rows = on_runtime(rows, target, layers)
         bonus = chosen.bonus is not False
         return SpecBoundDrafter(rows, heads, layers, threshold, anneal, int(width), bonus)
 
@@ -250,11 +248,16 @@ def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHead
     """Rows of a target that can be left early, its exit heads, and the folder of these, if any.
 
     Args:
-        target: of any executor with a Hugging Face model behind it.
+        target: of an executor with a Hugging Face model behind it; `SettingError` of others.
         exits: as in `SpecBound`.
         name: of the drafter, for messages.
     """
-    rows = exit_rows(module_of(target, name))
+    if (model := target.executor.module()) is None:
+        raise SettingError(
+            f"{name} runs on torch, and this target on {target.facts.executor or 'none'}; use the "
+            "runtime torch"
+        )
+    rows = exit_rows(model)
     access = layers_of(rows).access
     folder = own_draft(target.facts.name, "exits") if exits is None else exits
     if folder is None:
@@ -268,24 +271,6 @@ def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHead
     if not folder:
         return rows, LogitLens(access), folder
     return rows, load_heads(folder, access), folder
-
-
-def module_of(target: Rows, name: str) -> Any:
-    """The Hugging Face model of a target, with its weights."""
-    if target.facts.executor == "openvino" and target.facts.name:  # it has dropped the weights
-        return load_model(target.facts.name, "cpu", "fp32")
-    if (model := target.executor.module()) is None:
-        raise SettingError(f"{name} needs a target that is a Hugging Face model")
-    return model
-
-
-def on_runtime(rows: Rows, target: Rows, layers: tuple[int, ...]) -> Rows:
-    """These rows on the runtime of `target`, if that runs ranges of layers between exits."""
-    if target.facts.executor != "openvino":
-        return rows
-    from forerun.runtime.openvino.layers import OpenVINOLayersExecutor
-
-    return Rows(OpenVINOLayersExecutor(rows.executor.module(), target.executor, layers))  # type: ignore[arg-type]
 
 
 def listed(text: str, name: str = NAME) -> tuple[int, ...]:

@@ -158,6 +158,9 @@ class Executor(ABC):
             f"{self.facts.executor or 'of this target'} does not give; use torch or openvino"
         )
 
+    def settle(self) -> None:
+        """Give back memory that only loading took."""
+
     def module(self) -> Any:
         """The Hugging Face module behind it, or None."""
         return None

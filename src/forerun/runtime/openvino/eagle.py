@@ -47,7 +47,8 @@ class _Step(torch.nn.Module):
 
 
 def openvino_head(head: EagleHead, facts: Facts, target: Any) -> OpenVINOExecutor:
-    """An executor of a head, on as many threads as its target; see `HeadExecutor`.
+    """An executor of a head, on as many threads as its target; see `HeadExecutor`. Of the weights
+    of `head` itself only its projection of states is left.
 
     Its graph is in the store, too: what tracing imports takes 2 s and more memory than the head.
     """
@@ -57,8 +58,10 @@ def openvino_head(head: EagleHead, facts: Facts, target: Any) -> OpenVINOExecuto
         store.write(entry, stored)
     facts = replace(facts, executor="openvino", precision="int8")
     made = OpenVINOExecutor(attach(stored.graph), facts, target.threads)
-    made.states = States((1,), head.width)
-    target.settle()
+    made.states, made.entry = States((1,), head.width), entry
+    for part in head.children():
+        if part is not head.fuse:
+            part.to("meta")
     return made
 
 

@@ -19,6 +19,7 @@ from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.forms import HALVED, Forms, spans
 from forerun.runtime.openvino.nodes import tap
 from forerun.runtime.openvino.pool import Pool
+from forerun.runtime.openvino.store import let_go
 from forerun.runtime.states import States
 from forerun.runtime.trees import Parents
 
@@ -78,8 +79,8 @@ class OpenVINOExecutor(Executor):
         self.threads = threads or torch.get_num_threads()
         self.group = GROUPS.get(facts.precision, 32) if group is None else group
         self._again, self._least = again or graph.clone, least
-        self.settle: Callable[[], None] = lambda: None
-        """Gives back what only compiling and the first passes need."""
+        self.entry: str | None = None
+        """Of the store, whose file the graph's weights are in."""
         self.memory: Any = None
         """What must live as long, as the graph reads its memory."""
         self.given: torch.Tensor | None = None
@@ -96,6 +97,10 @@ class OpenVINOExecutor(Executor):
         self.trees = self._forms.open.trees and not self._forms.most_split
         self.pad(self._least)
         self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)
+
+    def settle(self) -> None:
+        """Give back pages of the graph's file, too."""
+        let_go(self.entry)
 
     def tap(self, depths: Sequence[int]) -> States:
         """By an output more of the graphs, which are compiled anew; there must be no rows."""
@@ -244,7 +249,7 @@ class OpenVINOExecutor(Executor):
         if form.tokens and ends[last] + form.tokens - size > self.facts.limit:
             form = self._forms.open
         ends[last] += max((form.tokens or self._forms.least) - size, 0)
-        self.cover(ends)
+        self._version += self.pool.cover(ends)
         if self.given is not None:
             form.give(self.given.numpy())
         seen = form.run(starts, pieces, wanted, ends, self.pool.tables, self._version, parents)
@@ -270,10 +275,6 @@ class OpenVINOExecutor(Executor):
             seen.append(self._pass(starts, part, last).copy())
             starts = list(map(add, starts, map(len, part)))
         return np.concatenate(seen)
-
-    def cover(self, ends: Sequence[int]) -> None:
-        """Have blocks for rows of so many tokens."""
-        self._version += self.pool.cover(ends)
 
 
 def settings(precision: str, threads: int, group: int = 0) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import UnsupportedModelError
 from forerun.runtime.encoder_decoder import banned
-from forerun.runtime.layers import LayerAccess
 from forerun.runtime.placement import Table
 from forerun.runtime.support import decoder_limit
 
@@ -135,9 +134,14 @@ def export(model: Any) -> ov.Model:
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
     flat = _Decoder(model) if model.config.is_encoder_decoder else _Flat(model)
-    places = torch.arange(_EXAMPLE_TOKENS)
+    places, calls = torch.arange(_EXAMPLE_TOKENS), list[Attention]()
     try:
-        graph, calls = _traced(model, flat, (places[:, None], places[:, None], places[:-1]))
+        with _attention_marked(model, calls):
+            graph = convert(flat, (places[:, None], places[:, None], places[:-1]), calls)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{kind}: {error}") from error
+    except Exception as error:  # tracing and conversion raise whatever they like
+        raise UnsupportedModelError(f"{kind} cannot be exported: {reason(error)}") from error
     finally:
         flat.hook.remove()
     if not calls:
@@ -174,40 +178,6 @@ class _Decoder(_Flat):
         return logits.float()
 
 
-class _Between(torch.nn.Module):
-    """Layers between two depths, over `(tokens, 1, H)` states."""
-
-    def __init__(self, model: Any, first: int, last: int) -> None:
-        super().__init__()
-        self.model, self.first, self.last = model, first, last
-        self.access = LayerAccess(model)
-
-    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return self.access.run(hidden, self.first, self.last, None, position_ids)
-
-
-def export_layers(model: Any, first: int, last: int) -> ov.Model:
-    """Turn the layers between two depths into a graph with placeholders.
-
-    Args:
-        model: as for `export`, of a family with layer-by-layer access.
-        first: depth of the input `hidden`, `(tokens, 1, H)`.
-        last: depth of the output.
-
-    Raises:
-        UnsupportedModelError: as for `export`.
-    """
-    kind = model.config.get_text_config(decoder=True).model_type
-    between = _Between(model, first, last)
-    positions = torch.arange(_EXAMPLE_TOKENS)[:, None]
-    example = torch.zeros(_EXAMPLE_TOKENS, 1, between.access.width), positions
-    graph, calls = _traced(model, between, example)
-    if len(calls) != last - first:
-        raise UnsupportedModelError(f"{kind}: {len(calls)} attentions in {last - first} layers")
-    name(graph, ("hidden", "position_ids"), "last", calls)
-    return graph
-
-
 def in_fp32(model: Any) -> Any:
     """The model itself if it is in fp32 on the CPU, else such a copy."""
     if model.dtype == torch.float32 and model.device.type == "cpu":
@@ -219,21 +189,6 @@ def attentions(graph: ov.Model) -> list[Attention]:
     """What the placeholders of a graph stand for, by number."""
     text = graph.get_rt_info([RT_INFO, "attentions"]).astype(str)
     return [Attention(**call) for call in json.loads(text)]
-
-
-def _traced(
-    model: Any, module: torch.nn.Module, example: tuple[torch.Tensor, ...]
-) -> tuple[ov.Model, list[Attention]]:
-    """The graph of a module that runs the model, and the attentions in it."""
-    calls: list[Attention] = []
-    kind = model.config.get_text_config(decoder=True).model_type
-    try:
-        with _attention_marked(model, calls):
-            return convert(module, example, calls), calls
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{kind}: {error}") from error
-    except Exception as error:  # tracing and conversion raise whatever they like
-        raise UnsupportedModelError(f"{kind} cannot be exported: {reason(error)}") from error
 
 
 def convert(

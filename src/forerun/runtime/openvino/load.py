@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -255,13 +254,12 @@ def _executor(
             options.encoder,
             options.threads,
         )
-    executor.memory = stored.memory
+    executor.memory, executor.entry = stored.memory, entry
+    executor.settle()  # before passes pack what compiling has read
     expected = stored.reference
     probe(executor, reference_of(executor) if expected is None else expected)
     executor.warm()
     if width:
         executor.states = States(options.depths, width)
-    if entry:
-        executor.settle = partial(store.let_go, entry)
-        executor.settle()
+    executor.settle()
     return executor

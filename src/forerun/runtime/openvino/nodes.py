@@ -48,14 +48,14 @@ row of each token: every token counts as a row that reads the last token of its 
 sees all of it and writes what is there already."""
 
 
-def attach(graph: ov.Model, trees: bool = True) -> ov.Model:
+def attach(graph: ov.Model) -> ov.Model:
     """Put paged-attention nodes where placeholders are; the graph is changed and returned.
 
     It gains the inputs `ROWS` and, per call of attention, `key_cache.N` and `value_cache.N` of
     `(blocks, heads, BLOCK, width)`, whose type is the plug-in's choice (`KV_CACHE_PRECISION`).
     Where calls are to sources, these have such inputs of their own, named `SOURCE` + the same.
-    With `trees` it gains the inputs `TREES`, too, unless a layer has a window: the node cuts those
-    by places of the cache, which in branches are not those of the text.
+    Unless a layer has a window it gains the inputs `TREES`, too: the node cuts windows by places of
+    the cache, which in branches are not those of the text.
     """
     calls = attentions(graph)
     new: list[ov.Node] = []
@@ -73,7 +73,7 @@ def attach(graph: ov.Model, trees: bool = True) -> ov.Model:
 
     own, of_source, last = rows(""), [], iter(())
     tree: list[ov.Output] = []
-    if trees and not any(call.window for call in calls):
+    if not any(call.window for call in calls):
         tree = [
             parameter(n, kind, [-1])
             for n, kind in zip(TREES, (ov.Type.u8, ov.Type.i32), strict=True)

@@ -98,11 +98,6 @@ class Pool:
         return sum(tensor.get_byte_size() for tensor in self._tensors)
 
     @property
-    def named(self) -> dict[str, ov.Tensor]:
-        """The tensors by name; another object when they are others."""
-        return self._named
-
-    @property
     def tables(self) -> list[list[int]]:
         """The blocks of each row, in order."""
         return self.blocks.tables
@@ -192,8 +187,6 @@ class Pool:
             _bytes(new)[: old.get_byte_size()] = _bytes(old)
         self._bind(tensors)
         self._tensors = tensors
-        names = [port.get_any_name() for port in self._ports]
-        self._named = dict(zip(names, tensors, strict=True))
         self.blocks.grow(blocks)
 
 

@@ -110,13 +110,13 @@ def read(name: str) -> Stored | None:
         return None
 
 
-def let_go(name: str) -> None:
-    """Give back the memory of an entry's weights, and what compiling has left in the heap; what is
-    still read comes from the file again.
+def let_go(name: str | None) -> None:
+    """Give back the memory of an entry's weights, if one is named, and what loading has left in the
+    heap; what is still read comes from the file again.
 
     The plug-in packs weights when they are first multiplied, and keeps the file mapped.
     """
-    weights = str((folder() / name / _GRAPH).with_suffix(".bin"))
+    weights = str((folder() / str(name) / _GRAPH).with_suffix(".bin"))
     with suppress(OSError, AttributeError):  # other systems have no such file, or no such call
         advise = ctypes.CDLL(None).madvise
         advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
