@@ -247,7 +247,7 @@ def test_settings_out_of_range(spec: str, message: str) -> None:
 
 def test_targets_without_layers_to_call() -> None:
     for spec in (Kangaroo("somewhere"), AdaDecode(exits="")):
-        with pytest.raises(SettingError, match=r"runs on torch|needs a target that is a Hugging"):
+        with pytest.raises(SettingError, match="runs on torch"):
             spec.build(Rows(ScriptedModel(torch.eye(3))), None)
     with pytest.raises(SettingError, match="between 1 and 4 for kangaroo"):
         Adapter(LayerAccess(MODEL), LAYERS)

@@ -748,7 +748,7 @@ def test_loading_by_name(tmp_path: Any) -> None:
 
 
 def test_targets_that_cannot_draft_for_themselves() -> None:
-    with pytest.raises(SettingError, match="needs a target that is a Hugging Face model"):
+    with pytest.raises(SettingError, match="runs on torch"):
         SpecBound(exits="").build(Rows(ScriptedModel(torch.eye(3))), None)
     drafter = SpecBound(exits="").build(torch_rows(MODEL), None)
     with pytest.raises(SettingError, match=r"verify with that one: Engine\(drafter\.target"):

@@ -109,9 +109,6 @@ class LayersExecutor(TorchExecutor):
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Reorder the cache; pending tokens are dropped (between rounds: none)."""
         super().keep(rows, lengths)
-        self._keep_pending(rows)
-
-    def _keep_pending(self, rows: Sequence[int]) -> None:
         self._batch = None
         self._grow(max(rows, default=-1) + 1)
         self._pending = [_Pending() for _ in rows]
@@ -184,7 +181,7 @@ class LayersExecutor(TorchExecutor):
                 self._count(row, self.access.layers * count)
             if counted:
                 self.work["verify", counted] += self.access.layers
-            return self._whole(starts, pieces, wanted)
+            return super().run(starts, pieces, wanted)
         self._take(list(range(len(pieces))), [list(piece) for piece in pieces])
         rows = [row for row, pending in enumerate(self._pending) if pending.tokens]
         # Tokens whose logits are not wanted are a prompt's; they are not counted.
@@ -283,7 +280,8 @@ class LayersExecutor(TorchExecutor):
         rows, begins, counts = ([span[i] for span in spans] for i in range(3))
         width = max(counts)
         starts = [self._starts[row] + begin for row, begin in zip(rows, begins, strict=True)]
-        mask = self._enter(rows, starts, counts)
+        mask = self._mask(starts, width, self.cache.open(rows, starts, width, self.device))
+        assert isinstance(mask, torch.Tensor), "layer access refuses sliding windows"
         positions = self._positions(starts, width)
         if depth == 0:
             tokens = [
@@ -297,18 +295,6 @@ class LayersExecutor(TorchExecutor):
             hidden = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
         self._batch = Batch(spans, positions, mask, hidden)
         return self._batch
-
-    def _whole(self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
-        """A pass of the whole model, while nothing is pending."""
-        return super().run(starts, pieces, wanted)
-
-    def _enter(self, rows: list[int], starts: list[int], counts: list[int]) -> torch.Tensor:
-        """Make room for so many tokens from these places on; the mask of a padded batch of them."""
-        width = max(counts)
-        columns = self.cache.open(rows, starts, width, self.device)
-        mask = self._mask(starts, width, columns)
-        assert isinstance(mask, torch.Tensor), "layer access refuses sliding windows"
-        return mask
 
     def _shown(self, batch: Batch) -> torch.Tensor:
         """What `leave` is shown of a batch that has just come to its depth."""
