@@ -161,7 +161,7 @@ def test_a_graph_of_one_node_computes_attention() -> None:
 def test_families_equal_torch(family: str) -> None:
     model = tiny(family)
     executor = from_model(model, cached=False)
-    for pool in executor.pool.named.values():
+    for pool in executor.pool._tensors:
         pool.data[...] = np.nan  # what no token wrote must not be read
     a, b, c = texts(5, 40, 3)
     executor.run([0, 0], [[*a[:3], 9, 9], b[:-1]], [0, 1])
