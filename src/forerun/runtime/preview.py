@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 
 from forerun.errors import ForerunError, MissingExtraError, ModelError
@@ -18,6 +19,8 @@ from forerun.runtime.load import (
 )
 from forerun.runtime.support import context_limit, refusal
 
+_BASE = 550e6
+"""Bytes of Python, PyTorch, OpenVINO, a tokenizer, the nodes of a graph and its kernels."""
 _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -59,11 +62,31 @@ def preview(name: str | Path) -> list[str]:
 def _gguf(file: gguf.GGUF, installed: bool) -> list[str]:
     facts = file.facts()
     why = file.refusal if installed else "the extra openvino is not installed"
-    held = f"openvino, weights as they are ({file.kind})"
-    if why:
+    if not why:
+        held = f"openvino, weights as they are ({file.kind}), {_memory(file, facts)}"
+    else:
         held = f"torch, weights widened to bfloat16 ({_mb(facts.weights * 2)}): {why}"
     about = file.path.name, file.architecture, facts.weights, file.kind, file.nbytes
     return _lines(*about, _context(facts), held)
+
+
+def _memory(file: gguf.GGUF, facts: Facts) -> str:
+    """What OpenVINO needs: packed weights and their scales in float32 in every graph, a byte for
+    each number of the table of embeddings; while weights are packed, the file as well."""
+    from forerun.runtime.openvino.forms import sizes
+
+    sized = {tensor.name: prod(tensor.shape) for tensor in file.tensors}
+    table = sized["token_embd.weight"]
+    products = sum(
+        sized[tensor.name] * (0.75 if width < 0.75 else 1.25 if width < 2 else 4)
+        for tensor in file.tensors
+        if (width := gguf.KINDS[tensor.kind])
+        and (tensor.name != "token_embd.weight" or "output.weight" not in sized)
+    )
+    graphs = 1 + len(sizes(facts, halved=False, tiled=False)[0])
+    held = _BASE + graphs * products + table
+    most = held + file.nbytes
+    return f"about {held / 1e9:.1f} GB of memory without a draft, {most / 1e9:.1f} while it loads"
 
 
 def _exported(folder: Path, installed: bool) -> list[str]:
