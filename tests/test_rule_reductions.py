@@ -442,7 +442,7 @@ def test_fly_forgives_what_the_paper_forgives(window, top):
         best, other = logits[:, :-1].argmax(-1), torch.randint(0, 4, (16, 9), generator=g)
         tokens = torch.where(torch.rand(16, 9, generator=g) < 0.75, best, other)
         inside = torch.arange(9) < draft.lengths.unsqueeze(-1)
-        draft = replace(draft, tokens=tokens * inside, logits=None)
+        draft = replace(draft, tokens=tokens * inside, probs=None)
         target = replace(target, logits=logits)
         verdict = rule.judge(draft, target, coins)
         usual = make("standard").judge(draft, target, coins)

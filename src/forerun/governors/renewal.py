@@ -152,9 +152,13 @@ class _Weighed(Plan):
         self._price = price * rows / costs.plain
         self._budget = min(pace.reserve, pace.budget) * costs.plain
         self._rides = costs.prefill is not None and any(seat.rides for seat in seats)
-        self._judging = (costs.widening,) if self._rides else costs.judging
         self._apart = costs.packed and rows > 1
         """Whether each row's tokens make the pass wider by themselves."""
+        judging = (costs.widening,) if self._rides else costs.judging
+        if paid and not self._apart:
+            judging = (*[0.0] * paid, *(judging[paid:] or judging[-1:]))
+        self._judging = judging
+        """Seconds that a first, second, … token adds to the pass; each beyond adds the last."""
         judged = costs.retime == "judged" and self._budget >= costs.seconds(1) - costs.plain
         self._trims = rows == 1 and seats[0].trims and not judged
         """Whether drafted tokens are left out that are not worth their place."""
@@ -189,9 +193,8 @@ class _Weighed(Plan):
 
     def _added(self, tokens: int, rows: int = 1) -> float:
         """Seconds by which the n-th token of so many rows makes the pass longer."""
-        if tokens <= self._paid and not self._apart:
-            return 0.0
-        seconds = self._judging[min(tokens, len(self._judging)) - 1]
+        judging = self._judging
+        seconds = judging[tokens - 1] if tokens <= len(judging) else judging[-1]
         return seconds * rows / self._rows if self._apart else seconds
 
     def _step(self, tokens: int, rows: int) -> float:
