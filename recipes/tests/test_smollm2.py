@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.runtime.drafts import load_draft
-from forerun.runtime.eagle import head_of, shapes
+from forerun.runtime.eagle import load_eagle
 from forerun.training.eagle import begun
 from recipes.smollm2 import head as heads
 from recipes.smollm2 import teacher as teachers
@@ -86,10 +85,7 @@ def test_heads_learn_and_are_saved(
     assert set(lines[1]["tokens_a_round"]) == {"a", "b", "all"}
     fit(24, rows, 0.0)
     assert float(fit.loss) < 0.99 * before
-    _, tensors = load_draft(
-        tmp_path / "eagle", "eagle", lambda about, t: shapes(about, t, HIDDEN), None, VOCAB
-    )
-    kept = head_of(tensors)
+    kept, _ = load_eagle(tmp_path / "eagle", HIDDEN, None, VOCAB)
     for name, weight in kept.named_parameters():
         torch.testing.assert_close(
             weight, fit.heads["eagle"].get_parameter(name), atol=0.05, rtol=0

@@ -180,7 +180,8 @@ class Eagle(DrafterSpec):
             path = shipped_head(target.facts.identity, tokens_of(target_tokenizer))
         folder = draft_folder(target.facts.name, KIND, path)
         states = target.executor.tap(_depths(folder))
-        head, tokens = load_eagle(folder, target, states.width)
+        model = target.executor.module()
+        head, tokens = load_eagle(folder, states.width, model, target.vocab_size)
         return EagleDrafter(target, states, head, tokens, head_rows(head, target, folder))
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -236,9 +238,11 @@ def rms(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
-def load_eagle(folder: str, target: Rows, width: int) -> tuple[EagleHead, torch.Tensor]:
-    """The head in a folder, for inference, and the `(V,)` ids of the tokens that it says; raises
-    and warns as `load_draft`. H is the width of the target's states."""
+def load_eagle(
+    folder: str | Path, width: int, model: Any, vocab_size: int
+) -> tuple[EagleHead, torch.Tensor]:
+    """The head in a folder, for inference, and the `(V,)` ids of the tokens that it says; as
+    `load_draft`. H, `width`, is that of the target's states."""
     made: list[EagleHead] = []
 
     def shapes(about: About, tensors: Tensors) -> dict[str, tuple[int, ...]]:
@@ -250,7 +254,7 @@ def load_eagle(folder: str, target: Rows, width: int) -> tuple[EagleHead, torch.
             made.append(EagleHead(d, inner, len(tensors[TOKENS]), states))
         return {name: tuple(value.shape) for name, value in made[0].state_dict().items()}
 
-    _, tensors = load_draft(folder, KIND, shapes, target.executor.module(), target.vocab_size)
+    _, tensors = load_draft(folder, KIND, shapes, model, vocab_size)
     tokens = tensors.pop(TOKENS)
     made[0].load_state_dict({n: t.float() for n, t in tensors.items()}, assign=True)
     made[0].rates = torch.tensor(ROTARY)
