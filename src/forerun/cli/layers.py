@@ -26,7 +26,7 @@ WIDTH = 22  # of the columns before the tokens
 @options.command
 def layers(
     models: Annotated[Models, Fields(Models, only=ALONE)],
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT")] = None,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT")],
     max_new_tokens: options.MaxNewTokens = 10,
     sure: Annotated[float, option("P", "Probability from which a layer counts as sure.")] = 0.7,
     output: Annotated[str | None, options.output("FILE.svg", "Also draw the table.")] = None,
@@ -47,15 +47,15 @@ def layers(
     if output is not None and not output.endswith(".svg"):
         raise SettingError(f"the picture is an SVG file, got {output!r}; name it layers.svg")
     claim(output)
-    given = Prompt(read_text("-").removesuffix("\n") if prompt == "-" else prompt)
-    job, rows = models.alone.open([given], {"max_new_tokens": max_new_tokens})
+    text = read_text(prompt).removesuffix("\n") if prompt == "-" else prompt
+    job, rows = models.alone.open([Prompt(text)], {"max_new_tokens": max_new_tokens})
     from forerun.lab.exits.layer_view import view_layers
 
     with status("reading layers"):
-        given = {"controller": "fixed(0)", "sampling": rows[0].sampling}
-        written = job.model.generate([rows[0].ids], **given)[0].tokens
-        text = [*rows[0].ids, *written]
-        view = view_layers(job.model.target.executor.module(), text, len(written))
+        how = {"controller": "fixed(0)", "sampling": rows[0].sampling}
+        written = job.model.generate([rows[0].ids], **how)[0].tokens
+        ids = [*rows[0].ids, *written]
+        view = view_layers(job.model.target.executor.module(), ids, len(written))
 
     width = WIDTH + (CELL + 2) * len(written)
 
