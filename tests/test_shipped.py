@@ -150,7 +150,7 @@ def test_shipped_medusa_heads_have_learnt_something() -> None:
 def test_greedy_equals_plain_on_12_prompts(
     models: dict[str, forerun.Model], plain: Any, drafter: str, spec: str
 ) -> None:
-    assert check_equal(models[drafter], plain(12, 24, 12), spec, tokens=24, batch=12) <= 2
+    assert check_equal(models[drafter], plain(12, 16, 12), spec, tokens=16, batch=12) <= 2
 
 
 @pytest.mark.filterwarnings("default::UserWarning")
@@ -183,7 +183,7 @@ def test_greedy_equals_plain_on_500_prompts(
     ("spec", "count", "tokens", "batch"),
     slow_but(
         [(spec, *size) for spec in EXITS for size in ((6, 16, 6), (500, 48, 50))],
-        lambda spec, count, tokens, batch: count == 6 and spec in EXITS[::3],
+        lambda spec, count, tokens, batch: count == 6 and spec in EXITS[::6],
     ),
 )
 def test_every_option_of_early_exits_equals_plain(
