@@ -23,7 +23,7 @@ from forerun.lab.traces.record import Task, record
 from forerun.requests import Sampling
 from forerun.runtime.base import Rows
 from forerun.runtime.torch_executor import TorchExecutor
-from recipes.optim import Muon
+from forerun.training.muon import Muon
 
 PAIRS = {"captions": (1024, (3, 128), (1, 64)), "code": (1024, (3, 128), (1, 64)),
          "bytes": (257, (3, 128), (1, 64))}  # fmt: skip

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from forerun.training.muon import product_type
 from forerun.training.runs import keep
 from recipes.corpus import load_pools, read_pairs
-from recipes.optim import product_type
 from recipes.recipe import Recipe
 from recipes.runs import CHECKPOINT, TOKENIZER, Run
 from recipes.tasks import digest

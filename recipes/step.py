@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from recipes.optim import product_type
+from forerun.training.muon import product_type
 from recipes.recipe import Guide
 
 BLOCK = 128

@@ -28,11 +28,11 @@ from forerun.training.eagle import (
     begun,
     goals_of,
     loss_of,
+    optimizers,
     rounds_of,
     unrolled,
 )
 from forerun.training.eagle3 import begun3
-from recipes.optim import head_optimizers
 from recipes.smollm2 import teacher as teachers
 from recipes.smollm2.teacher import (
     DEPTHS,
@@ -138,7 +138,7 @@ class Fit:
         self.optimizers = [
             optimizer
             for name, head in heads.items()
-            for optimizer in head_optimizers(dict(head.named_parameters()), rates[name])
+            for optimizer in optimizers(dict(head.named_parameters()), rates[name])
         ]
         self.peaks = [o.param_groups[0]["lr"] for o in self.optimizers]
         self.loss = torch.zeros(len(heads), device=teacher.device)

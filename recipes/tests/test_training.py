@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.training.muon import orthogonalise
 from forerun.training.runs import LOG, stopping
 from recipes import runs
 from recipes.corpus import load_pools
 from recipes.distill import distill, own_texts, pack_documents
 from recipes.export import average
-from recipes.optim import orthogonalise
 from recipes.packing import Packer, copied, drill
 from recipes.recipe import Architecture, Exits, Guide, Part, Recipe, Unlikely, variant
 from recipes.runs import Run, prepare_tokenizer, recipe_of

@@ -28,6 +28,7 @@ from forerun.training.fit import (
     padded,
     positions_of,
 )
+from forerun.training.muon import Muon
 from forerun.training.settings import TrainingSettings
 
 STEPS = 3
@@ -42,6 +43,8 @@ SOFT = 0.7
 """Share of the loss towards the target's distribution; the rest is towards its best token."""
 ROWS = 4
 """Texts that run together."""
+MATRIX_RATE = 0.02
+"""Peak learning rate of the matrices, by Muon; the settings' is that of the table and the norms."""
 
 
 class HeadTrainer(StatesTraining):
@@ -81,6 +84,9 @@ class HeadTrainer(StatesTraining):
     def _known(self, texts: Sequence[Document]) -> list[torch.Tensor]:
         """Per text `(n, depths × H)` states that the head reads."""
         return [own[:, self._columns].flatten(1).float() for own in self._states.of(texts)]
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return optimizers(self.own, self.settings.lr or 0.0)
 
     def _rate(self, share: float) -> float:
         """Up, level for a third, and down in a line."""
@@ -162,6 +168,17 @@ class EagleTrainer(HeadTrainer):
 
     def _tensors(self) -> Tensors:
         return rounded(self.own)
+
+
+def optimizers(own: Mapping[str, torch.nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
+    """Of a head's parameters: Muon for matrices, AdamW at `rate` for tables and norms."""
+    tables = ("embedding.weight", "unembedding.weight")
+    matrices = [p for name, p in own.items() if p.dim() == 2 and name not in tables]
+    others = [p for name, p in own.items() if p.dim() == 1 or name in tables]
+    return [
+        Muon(matrices, lr=MATRIX_RATE, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
 
 
 def unrolled(
