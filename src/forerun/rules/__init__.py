@@ -1,4 +1,4 @@
-"""Acceptance rules: what to keep. one method per file, on arrays of numpy or torch."""
+"""Acceptance rules: what to keep. One method per file, on arrays of numpy or torch."""
 
 from forerun.arrays import sample
 from forerun.registry import Registry
