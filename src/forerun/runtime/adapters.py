@@ -73,13 +73,10 @@ class AdapterExecutor(LayersExecutor):
         layer = self.facts.token_bytes // self.access.layers
         self.facts = replace(self.facts, token_bytes=self.facts.token_bytes + layer)
 
-    def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, first: int
-    ) -> torch.Tensor:
+    def _logits(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
         assert isinstance(mask, torch.Tensor), "layer access refuses sliding windows"
         hidden = self.access.embed(ids, positions)
-        hidden = self._climbed(hidden, 0, self.access.layers, mask, positions)
-        return self.access.logits(hidden[:, first:])
+        return self.access.logits(self._climbed(hidden, 0, self.access.layers, mask, positions))
 
     def _through(self, batch: Batch, first: int, last: int) -> torch.Tensor:
         return self._climbed(batch.hidden, first, last, batch.mask, batch.positions)

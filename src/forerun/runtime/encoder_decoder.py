@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from forerun.errors import ForerunWarning, UnsupportedModelError
 from forerun.runtime import padded
 from forerun.runtime.attention import additive, hidden_columns, positions_of_columns
-from forerun.runtime.base import Executor, Facts, Pieces
+from forerun.runtime.base import Executor, Facts
 from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.placement import placement_of
 from forerun.runtime.probe import prove
@@ -25,7 +24,6 @@ from forerun.runtime.support import (
     check_supported,
     decoder_limit,
 )
-from forerun.runtime.trees import Parents, trees_of
 
 
 class OwnCache(RowCache):
@@ -78,7 +76,6 @@ class EncoderDecoderExecutor(padded.PaddedExecutor):
         self._unread = BaseModelOutput(last_hidden_state=unread)
         self.banned = banned(model, self.facts.vocab_size) if own_settings else []
         """Tokens that the model's generation settings rule out; their logits are −inf."""
-        self._head = model.get_output_embeddings()
         self._across: tuple[list[int], torch.Tensor] | None = None
         if own_settings and encoder is None:
             warn_of_settings(model)
@@ -105,37 +102,32 @@ class EncoderDecoderExecutor(padded.PaddedExecutor):
         """The draft reads what this one's encoder read."""
         return EncoderDecoderExecutor(model, self.cross.encoder)
 
-    def _pass(
+    def _forward(
         self,
         rows: list[int],
         starts: Sequence[int],
-        pieces: Pieces,
-        wanted: Sequence[int],
-        parents: Parents,
+        ids: torch.Tensor,
+        columns: int,
+        tree: torch.Tensor | None,
     ) -> torch.Tensor:
-        counts = [len(piece) for piece in pieces]
-        width = max(counts)
-        columns = self.cache.open(rows, starts, width, self.device)
         begin = torch.tensor(starts, device=self.device)[:, None]
-        places = begin + torch.arange(width, device=self.device)
-        tree = trees_of(starts, counts, parents, width).to(self.device) if any(parents) else None
+        places = begin + torch.arange(ids.shape[1], device=self.device)
         queries = places if tree is None else tree[0]
         keys = positions_of_columns(places, columns, tree)
         hidden = hidden_columns(places, columns, None, tree)
         across = self._open_sources(rows)
-        with self.placement.placed(queries, keys, hidden) as mask, self._picked(counts, wanted):
+        with self.placement.placed(queries, keys, hidden) as mask:
             logits: torch.Tensor = self.model(
                 encoder_outputs=self._unread,
                 attention_mask=across,
-                decoder_input_ids=self._ids(pieces),
+                decoder_input_ids=ids,
                 decoder_attention_mask=mask,
                 **self._cached,
             ).logits
-        self._wait()
         if self.banned:
             ruled_out = torch.tensor(self.banned, device=self.device)
             logits = logits.index_fill(-1, ruled_out, -torch.inf)
-        return logits[:, : max(wanted)]
+        return logits
 
     def _open_sources(self, rows: list[int]) -> torch.Tensor:
         """Show these rows' sources; the additive mask `(rows, 1, 1, columns)` over them."""
@@ -145,26 +137,6 @@ class EncoderDecoderExecutor(padded.PaddedExecutor):
             beyond = torch.arange(columns, device=self.device) >= lengths[:, None]
             self._across = rows, additive(beyond, self.dtype)[:, None, None]
         return self._across[1]
-
-    @contextmanager
-    def _picked(self, counts: Sequence[int], wanted: Sequence[int]) -> Iterator[None]:
-        """Let the head see the wanted columns alone: these classes have no `logits_to_keep`."""
-        most = max(wanted)
-        skipped = [count - n for count, n in zip(counts, wanted, strict=True)]
-
-        def pick(_module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            hidden = args[0]
-            if min(skipped) == max(skipped):
-                return (hidden[:, skipped[0] : skipped[0] + most], *args[1:])
-            at = torch.tensor(skipped, device=hidden.device)[:, None]
-            at = (at + torch.arange(most, device=hidden.device)).clamp_(max=hidden.shape[1] - 1)
-            return (hidden[torch.arange(len(at), device=hidden.device)[:, None], at], *args[1:])
-
-        handle = self._head.register_forward_pre_hook(pick)
-        try:
-            yield
-        finally:
-            handle.remove()
 
 
 def facts_of(model: Any) -> Facts:

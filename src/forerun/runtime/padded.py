@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.cache import CachedExecutor
 from forerun.runtime.fingerprints import identity
 from forerun.runtime.support import context_limit, end_of_text
-from forerun.runtime.trees import Parents
+from forerun.runtime.trees import Parents, trees_of
 
 TOGETHER = 32  # padded tokens per row that a pass may waste
 
@@ -43,7 +44,6 @@ class PaddedExecutor(CachedExecutor):
             out[rows, : logits.shape[1]] = logits
         return out
 
-    @abstractmethod
     def _pass(
         self,
         rows: list[int],
@@ -53,17 +53,56 @@ class PaddedExecutor(CachedExecutor):
         parents: Parents,
     ) -> torch.Tensor:
         """One forward of these rows, whose other arguments come in their order; as of `run`."""
-
-    def _ids(self, pieces: Pieces) -> torch.Tensor:
-        """`(n, width)` tokens, padded on the right."""
-        width = max(map(len, pieces))
+        counts = [len(piece) for piece in pieces]
+        width = max(counts)
+        columns = self.cache.open(rows, starts, width, self.device)
         padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
-        return torch.tensor(padded, device=self.device)
-
-    def _wait(self) -> None:
-        """For a GPU: the caller reads the result at once anyway."""
-        if self.device.type == "cuda":
+        ids = torch.tensor(padded, device=self.device)
+        tree = trees_of(starts, counts, parents, width).to(self.device) if any(parents) else None
+        with self._picked(counts, wanted):
+            logits = self._forward(rows, starts, ids, columns, tree)
+        if self.device.type == "cuda":  # the caller reads the result at once anyway
             torch.cuda.synchronize(self.device)
+        return logits
+
+    @abstractmethod
+    def _forward(
+        self,
+        rows: list[int],
+        starts: Sequence[int],
+        ids: torch.Tensor,
+        columns: int,
+        tree: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Logits of what the head is let see.
+
+        Args:
+            rows: which they are.
+            starts: per row the tokens it holds.
+            ids: `(rows, width)` what follows.
+            columns: of the cache that attention sees.
+            tree: as by `trees_of`; None: tokens follow each other.
+        """
+
+    @contextmanager
+    def _picked(self, counts: Sequence[int], wanted: Sequence[int]) -> Iterator[None]:
+        """Let the head see the wanted columns alone."""
+        most = max(wanted)
+        skipped = [count - n for count, n in zip(counts, wanted, strict=True)]
+
+        def pick(_module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            hidden = args[0]
+            if min(skipped) == max(skipped):
+                return (hidden[:, skipped[0] : skipped[0] + most], *args[1:])
+            at = torch.tensor(skipped, device=hidden.device)[:, None]
+            at = (at + torch.arange(most, device=hidden.device)).clamp_(max=hidden.shape[1] - 1)
+            return (hidden[torch.arange(len(at), device=hidden.device)[:, None], at], *args[1:])
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(pick)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 def facts_of(model: Any) -> Facts:

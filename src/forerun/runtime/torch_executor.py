@@ -15,7 +15,7 @@ from forerun.runtime.padded import PaddedExecutor, facts_of
 from forerun.runtime.probe import prove
 from forerun.runtime.states import States, Taps
 from forerun.runtime.support import PROVEN, check_supported
-from forerun.runtime.trees import Parents, trees_of
+from forerun.runtime.trees import Parents
 
 CACHED_MASKS = 64  # widest pass whose mask is kept: wider ones read prompts
 FOLDED_WIDTH = 64  # widest pass whose grouped queries are folded (`folded_attention`)
@@ -59,47 +59,36 @@ class TorchExecutor(PaddedExecutor):
         wanted: Sequence[int],
         parents: Parents,
     ) -> torch.Tensor:
-        counts = [len(piece) for piece in pieces]
-        width, most = max(counts), max(wanted)
-        skipped = [count - n for count, n in zip(counts, wanted, strict=True)]
-        # Of the padded columns, the logits from the first that any row wants.
-        first = min(skipped) if most else width - 1
-        columns = self.cache.open(rows, starts, width, self.device)
-        ids, places = self._ids(pieces), self._positions(starts, width)
-        tree = None
-        if any(parents):
-            tree = trees_of(starts, counts, parents, width).to(self.device)
-            places = tree[0].clamp(max=self.facts.limit - 1)
-        mask = self._mask(starts, width, columns, tree)
-        with nullcontext() if self._taps is None else self._taps.open():
-            logits = self._forward(ids, places, mask, first)
-        if self._taps is not None and self.states is not None:
-            taken = zip(rows, starts, counts, self._taps.read(), strict=True)
-            for row, start, count, states in taken:
-                self.states.note(row, start, states[:count])
-        self._wait()
-        if min(skipped) == max(skipped):
-            return logits[:, :most]
-        at = torch.tensor(skipped, device=self.device).unsqueeze(1) - first
-        at = at + torch.arange(most, device=self.device)
-        index = torch.arange(len(rows), device=self.device).unsqueeze(1)
-        return logits[index, at.clamp_(max=logits.shape[1] - 1)]
+        if self._taps is None or self.states is None:
+            return super()._pass(rows, starts, pieces, wanted, parents)
+        with self._taps.open():
+            logits = super()._pass(rows, starts, pieces, wanted, parents)
+        for row, start, piece, states in zip(rows, starts, pieces, self._taps.read(), strict=True):
+            self.states.note(row, start, states[: len(piece)])
+        return logits
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, first: int
+        self,
+        rows: list[int],
+        starts: Sequence[int],
+        ids: torch.Tensor,
+        columns: int,
+        tree: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`(n, width - first, V)` logits of `(n, width)` tokens from column `first` on."""
         width = ids.shape[1]
+        places = self._positions(starts, width)
+        if tree is not None:
+            places = tree[0].clamp(max=self.facts.limit - 1)
         # One token a row takes up to a tenth longer folded, more take as little as half as long.
         folds = self._groups > 1 and 1 < width <= FOLDED_WIDTH
         with folding(self.model, self._groups) if folds else nullcontext():
-            logits: torch.Tensor = self.model(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=mask,
-                logits_to_keep=width - first if first else 0,  # 0: all
-                **self._cached,
-            ).logits
+            return self._logits(ids, places, self._mask(starts, width, columns, tree))
+
+    def _logits(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
+        """Of `(n, width)` tokens at positions."""
+        logits: torch.Tensor = self.model(
+            input_ids=ids, position_ids=positions, attention_mask=mask, **self._cached
+        ).logits
         return logits
 
     def _positions(self, starts: Sequence[int], width: int) -> torch.Tensor:
@@ -116,39 +105,24 @@ class TorchExecutor(PaddedExecutor):
         """Of `(rows, 1, width, columns)`: query `i` of a row sees columns ≤ start + i, or what
         its tree says."""
 
+        def built(window: int | None, starts: Sequence[int], columns: int) -> torch.Tensor:
+            begin = torch.tensor(starts, device=self.device).unsqueeze(1)
+            places = begin + torch.arange(width, device=self.device)
+            return additive_mask(places, columns, window, self.dtype, tree)
+
         def within(window: int | None) -> torch.Tensor:
-            if tree is None:
-                return self._mask_within(window, starts, width, columns)
-            return self._build_mask(window, starts, width, columns, tree)
-
-        return mask_of(self._windows, within)
-
-    def _mask_within(
-        self, window: int | None, starts: Sequence[int], width: int, columns: int
-    ) -> torch.Tensor:
-        if len(starts) == 1 and width <= CACHED_MASKS:
+            if tree is not None or len(starts) > 1 or width > CACHED_MASKS:
+                return built(window, starts, columns)
             # A lower-right corner of one fixed triangle per width: no arithmetic per step.
             full = self._masks.get((width, window))
             if full is None or full.shape[-1] < columns:
                 room = max(self.cache.columns, columns) + 256
-                full = self._build_mask(window, [room - width], width, room)
-                self._masks[width, window] = full
+                full = self._masks[width, window] = built(window, [room - width], room)
             corner = full[..., -columns:]
             # Kernels on a GPU read 16 bytes at a time; a corner may begin anywhere.
             return corner if self.device.type == "cpu" else corner.clone()
-        return self._build_mask(window, starts, width, columns)
 
-    def _build_mask(
-        self,
-        window: int | None,
-        starts: Sequence[int],
-        width: int,
-        columns: int,
-        tree: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        begin = torch.tensor(starts, device=self.device).unsqueeze(1)
-        places = begin + torch.arange(width, device=self.device)
-        return additive_mask(places, columns, window, self.dtype, tree)
+        return mask_of(self._windows, within)
 
 
 def torch_rows(model: Any, own_settings: bool = True) -> Rows:
