@@ -45,8 +45,8 @@ from forerun.runtime import Rows, torch_rows
 from forerun.runtime.adapters import Adapter, AdapterExecutor
 from forerun.runtime.eagle import EagleHead
 from forerun.runtime.grafts import graft, graft_rows
+from forerun.runtime.heads import new_heads
 from forerun.runtime.layers import LayerAccess
-from forerun.runtime.medusa import new_heads
 from forerun.testing import ScriptedModel
 from forerun.types import Stop, Token
 from marks import slow_but

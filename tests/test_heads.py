@@ -18,8 +18,8 @@ from forerun.runtime.drafts import ABOUT, WEIGHTS, About, save_draft
 from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.heads import LightHeads, default_layers, load_heads, shapes_of_head
 from forerun.runtime.layers import LayerAccess, LogitLens
-from forerun.training.exits import ExitTrainer
 from forerun.training.fit import Document
+from forerun.training.heads import ExitTrainer
 from forerun.training.settings import TrainingSettings
 from marks import slow_but
 

@@ -18,12 +18,12 @@ from forerun.errors import ForerunWarning, ModelError, SettingError
 from forerun.model import Model, drafter_spec
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.drafts import ABOUT, WEIGHTS, About, read_about, save_draft
+from forerun.runtime.heads import MedusaHeads, load_medusa, new_heads
 from forerun.runtime.layers import LayerAccess
-from forerun.runtime.medusa import MedusaHeads, load_medusa, new_heads
 from forerun.runtime.packing import dense
 from forerun.testing import ScriptedModel
 from forerun.training.fit import Document
-from forerun.training.medusa import MedusaTrainer
+from forerun.training.heads import MedusaTrainer
 from forerun.training.settings import TrainingSettings
 from marks import spread
 from sourced import build as build_encoder_decoder

@@ -204,8 +204,8 @@ def test_what_is_learnt_is_what_is_drafted(folders):
     from forerun.drafters.kangaroo import KangarooDrafter
     from forerun.runtime.adapters import AdapterExecutor
     from forerun.runtime.base import Rows
-    from forerun.training.adapters import AdapterTrainer
     from forerun.training.fit import Document
+    from forerun.training.heads import AdapterTrainer
     from forerun.training.settings import TrainingSettings
 
     model = forerun.load(folders.decoder, "none", device="cpu", dtype="float32")

@@ -14,8 +14,8 @@ from forerun.drafters.base import Drafter, DrafterSpec, Proposal, StepContext, T
 from forerun.drafters.stepping import ByPlace, step_by_step
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import draft_folder, spread
+from forerun.runtime.heads import MEDUSA, MedusaHeads, load_medusa
 from forerun.runtime.layers import LayerAccess
-from forerun.runtime.medusa import KIND, MedusaHeads, load_medusa
 from forerun.runtime.support import model_on_torch
 
 
@@ -103,7 +103,7 @@ class Medusa(DrafterSpec):
             ModelError: heads that are damaged or another target's.
             UnsupportedModelError: the target's final norm cannot be called.
         """
-        model = model_on_torch(target, KIND)
-        heads = load_medusa(model, draft_folder(target.facts.name, KIND, self.path))
+        model = model_on_torch(target, MEDUSA)
+        heads = load_medusa(model, draft_folder(target.facts.name, MEDUSA, self.path))
         count = heads.count if self.heads is None else min(self.heads, heads.count)
         return MedusaDrafter(target, LayerAccess(model), heads, count)

@@ -193,7 +193,14 @@ def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
     written to and restored."""
     names = signals - {LOGITS}
     if logits.device.type == "cpu":
-        best = _best_on_cpu(logits, names)
+        rows, width, vocab = logits.shape
+        flat = logits.to(float_type(logits)).reshape(-1, vocab).numpy()
+
+        def by_row(flat: list[Any]) -> list[list[Any]]:
+            return [flat[row * width : (row + 1) * width] for row in range(rows)]
+
+        tokens, sound, values = read(flat, names)
+        best = Best(by_row(tokens), {n: by_row(x) for n, x in values.items()}, by_row(sound))
     else:
         best = read_stacked(stacked_best(logits, names).tolist(), names)
     if LOGITS in signals:
@@ -230,17 +237,6 @@ def read_stacked(values: list[Any], signals: frozenset[str]) -> Best:
     tokens = [list(map(int, row)) for row in values[0]]
     sound = [list(map(bool, row)) for row in values[1]]
     return Best(tokens, dict(zip(sorted(signals), values[2:], strict=True)), sound)
-
-
-def _best_on_cpu(logits: torch.Tensor, signals: frozenset[str]) -> Best:
-    count, width, vocab = logits.shape
-    flat = logits.to(float_type(logits)).reshape(-1, vocab).numpy()
-    tokens, sound, values = read(flat, signals)
-
-    def by_row(flat: list[Any]) -> list[list[Any]]:
-        return [flat[row * width : (row + 1) * width] for row in range(count)]
-
-    return Best(by_row(tokens), {name: by_row(x) for name, x in values.items()}, by_row(sound))
 
 
 def _inferring(method: _Method) -> _Method:

@@ -88,8 +88,9 @@ def load_draft(
     shapes: Callable[[About, Tensors], Mapping[str, tuple[int, ...]]],
     model: Any = None,
     vocab_size: int = 0,
-) -> tuple[About, Tensors]:
-    """A draft, on the CPU; matrices in 8 bits are widened to float32.
+) -> tuple[About, Tensors, torch.Tensor | None]:
+    """A draft, and the `(V,)` ids of its vocabulary if it has one of its own, on the device of the
+    target's module; matrices in 8 bits are widened to float32.
 
     Args:
         folder: where it is.
@@ -111,10 +112,9 @@ def load_draft(
     except (ValueError, KeyError, TypeError) as error:
         why = first_line(error)
         raise ModelError(f"cannot read the weights in {str(folder)!r}: {why}") from error
-    tokens = tensors.get(TOKENS)
+    tokens = tensors.pop(TOKENS, None)
     good = tokens is None or (len(tokens) and 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab_size)
-    own = {name: tensor for name, tensor in tensors.items() if name != TOKENS}
-    check_shapes(folder, own, wanted if good else {**wanted, TOKENS: "ids of this vocabulary"})
+    check_shapes(folder, tensors, wanted if good else {**wanted, TOKENS: "ids of this vocabulary"})
     if model is not None and about.target not in (None, fingerprint(model)):
         warnings.warn(
             f"the draft in {str(folder)!r} was trained for another target (or for this one in "
@@ -122,7 +122,9 @@ def load_draft(
             ForerunWarning,
             stacklevel=4,
         )
-    return about, tensors
+    device = "cpu" if model is None else model.device
+    there = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return about, there, None if tokens is None else tokens.long().to(device)
 
 
 def read_tensors(folder: str | Path, files: Sequence[Path]) -> Tensors:
@@ -143,9 +145,14 @@ def read_tensors(folder: str | Path, files: Sequence[Path]) -> Tensors:
     return out
 
 
+def shapes_of(own: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Of tensors by name."""
+    return {name: tuple(tensor.shape) for name, tensor in own.items()}
+
+
 def check_shapes(folder: str | Path, own: Tensors, wanted: Mapping[str, object]) -> None:
     """Refuse tensors of other names or shapes: raises `ModelError`."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    shapes = shapes_of(own)
     if differing := sorted(n for n in {*shapes, *wanted} if shapes.get(n) != wanted.get(n)):
         first = differing[0]
         raise ModelError(
@@ -157,8 +164,7 @@ def check_shapes(folder: str | Path, own: Tensors, wanted: Mapping[str, object])
 
 def fill(own: Mapping[str, torch.Tensor], folder: str | Path, kind: str, model: Any) -> None:
     """Read the draft in a folder into tensors of the same names; raises as `load_draft`."""
-    sizes = {name: tuple(value.shape) for name, value in own.items()}
-    _, tensors = load_draft(folder, kind, lambda *_: sizes, model)
+    _, tensors, _ = load_draft(folder, kind, lambda *_: shapes_of(own), model)
     with torch.no_grad():
         for name, value in tensors.items():
             own[name].copy_(value)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import nn
 
 from forerun.runtime.base import Facts, Pieces, Rows
 from forerun.runtime.cache import CachedExecutor, RowCache
-from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft
+from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, shapes_of
 from forerun.runtime.states import States
 from forerun.runtime.trees import Parents
 
@@ -142,6 +142,12 @@ class StateHead(nn.Module, StateReader):
     def entered(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the layer adds to, `(n, tokens, D)`, and what it reads, `(n, tokens, read)`."""
 
+    def filled(self, tensors: Tensors) -> Self:
+        """With these tensors, where they are; for inference."""
+        self.load_state_dict(tensors, assign=True)
+        self.rates = torch.tensor(self.form.rates, device=tensors["norm.weight"].device)
+        return self.eval().requires_grad_(False)
+
     def turned(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`(n, heads, tokens, width)` with their positions in them: halves turn each other."""
         angles = positions[:, None, :, None].float() * self.rates
@@ -252,13 +258,11 @@ def load_eagle(
         with torch.device("meta"):
             states = len(about.settings["depths"]) * width
             made.append(EagleHead(d, inner, len(tensors[TOKENS]), states))
-        return {name: tuple(value.shape) for name, value in made[0].state_dict().items()}
+        return shapes_of(made[0].state_dict())
 
-    _, tensors = load_draft(folder, KIND, shapes, model, vocab_size)
-    tokens = tensors.pop(TOKENS)
-    made[0].load_state_dict({n: t.float() for n, t in tensors.items()}, assign=True)
-    made[0].rates = torch.tensor(ROTARY)
-    return made[0].eval().requires_grad_(False), tokens
+    _, tensors, tokens = load_draft(folder, KIND, shapes, model, vocab_size)
+    assert tokens is not None
+    return made[0].filled({n: t.float() for n, t in tensors.items()}), tokens
 
 
 class HeadExecutor(CachedExecutor):

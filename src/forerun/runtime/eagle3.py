@@ -14,7 +14,7 @@ from torch import nn
 
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import check_shapes, read_tensors
+from forerun.runtime.drafts import check_shapes, read_tensors, shapes_of
 from forerun.runtime.eagle import HeadForm, Norm, StateHead, rms
 from forerun.runtime.packing import dense
 
@@ -151,10 +151,8 @@ def load_head(
     form = replace(form, head_norms="query_norm.weight" in own)
     with torch.device("meta"):
         head = Eagle3Head(form, flags, table.to(target.device), count, width * depths)
-    check_shapes(folder, own, {name: tuple(t.shape) for name, t in head.state_dict().items()})
-    head.load_state_dict(own, assign=True)
-    head.rates = torch.tensor(form.rates)
-    return head.to(target.device).eval().requires_grad_(False), tokens
+    check_shapes(folder, own, shapes_of(head.state_dict()))
+    return head.filled(own).to(target.device), tokens
 
 
 def save_head(

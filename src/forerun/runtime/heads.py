@@ -1,26 +1,29 @@
-"""Exit heads with weights: predictions of the last layer's token after an earlier one.
+"""Heads with weights on hidden states: exits, which say the last layer's token after an earlier
+one, and Medusa's, which say later tokens after the last one.
 
-The heads without weights are `forerun.runtime.layers.LogitLens`.
+The exits without weights are `forerun.runtime.layers.LogitLens`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from forerun.errors import SettingError
 from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, read_about, save_about
 from forerun.runtime.layers import LayerAccess
-from forerun.runtime.packing import linear, packed
+from forerun.runtime.packing import dense, linear, packed
 from forerun.runtime.states import check_depths
 
-KIND = "exits"
+EXITS, MEDUSA = "exits", "medusa"
 FORM = "light"
-"""What `draft.json` calls heads of this form."""
+"""What `draft.json` calls exit heads of this form."""
+UNEMBEDDING = "unembedding"
 
 
 class LightHeads:
@@ -35,9 +38,9 @@ class LightHeads:
         access: the model.
         weights: per exit layer (counted from 1) its tensors by name, on the model's device. Tensors
             that require a gradient are used as they are, others in the model's dtype.
-        tokens: `(n,)` ids of the heads' vocabulary, on the model's device; None: the
-            whole vocabulary. A shallow exit costs a projection onto them, and most of what it is
-            sure of is frequent (Zhao et al. 2025, FR-Spec); what is verified is not affected.
+        tokens: `(n,)` ids of the heads' vocabulary, on the model's device; None: all. A shallow
+            exit costs a projection onto them, and most of what it is sure of is frequent (Zhao et
+            al. 2025, FR-Spec); what is verified is not affected.
         tuned: settings of `specbound` that were found for these heads.
 
     Raises:
@@ -55,25 +58,22 @@ class LightHeads:
         self.access, self.weights, self.tuned = access, weights, dict(tuned or {})
         self.tokens = tokens
         self._rows = None if tokens is None else access.unembedding_of(tokens)
-        self._dtype = access.unembedding.dtype
+        self._dtype = dtype = access.unembedding.dtype
         self._used = {
-            layer: {name: self._for_use(tensor) for name, tensor in own.items()}
+            layer: {
+                name: tensor
+                if tensor.requires_grad
+                else packed(tensor.to(dtype))
+                if tensor.dim() == 2
+                else tensor.to(dtype)
+                for name, tensor in own.items()
+            }
             for layer, own in weights.items()
         }
 
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of the head after `layer` layers.
-
-        Args:
-            layer: one of `layers`.
-            hidden: `(..., H)`, the output of that many layers, before the final norm.
-
-        Returns:
-            `(..., n)` for the n `tokens`, or all, in the model's dtype.
-
-        Raises:
-            SettingError: there is no head after that layer.
-        """
+        """The logits of the head after `layer` layers, `(..., n)` for the n `tokens`, or all, from
+        `(..., H)` before the final norm; `SettingError` if there is no head."""
         if layer not in self._used:
             have = ", ".join(map(str, self.layers))
             raise SettingError(f"no exit head after layer {layer}; there are heads after {have}")
@@ -88,15 +88,9 @@ class LightHeads:
         tuned = {"tuned": self.tuned} if self.tuned else {}
         return {"head": FORM, "layers": list(self.layers), **tuned}
 
-    def _for_use(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            return tensor
-        tensor = tensor.to(self._dtype)
-        return packed(tensor) if tensor.dim() == 2 else tensor
-
 
 def shapes_of_head(width: int) -> dict[str, tuple[int, ...]]:
-    """Of one layer's tensors by name, for hidden states of H."""
+    """Of one exit's tensors by name, for hidden states of H."""
     return {"weight": (width, width), "bias": (width,), "scale": (1,)}
 
 
@@ -115,26 +109,83 @@ def load_heads(folder: str | Path, access: LayerAccess) -> LightHeads:
     vocab, width = access.unembedding.shape
 
     def shapes(about: About, tensors: Tensors) -> dict[str, tuple[int, ...]]:
-        if about.settings["head"] != FORM:
-            raise ValueError(
-                f"heads of the form {about.settings['head']!r}; {FORM!r} ones are read"
-            )
+        if (head := about.settings["head"]) != FORM:
+            raise ValueError(f"heads of the form {head!r}; {FORM!r} ones are read")
         layers = check_depths(about.settings["layers"], access.layers)
         own = shapes_of_head(width)
         return {f"{layer}.{name}": shape for layer in layers for name, shape in own.items()}
 
-    about, tensors = load_draft(folder, KIND, shapes, access.model, vocab)
-    device = access.unembedding.device
-    tokens = tensors.pop(TOKENS, None)
-    weights: dict[int, dict[str, torch.Tensor]] = {}
+    about, tensors, tokens = load_draft(folder, EXITS, shapes, access.model, vocab)
+    weights: dict[int, Tensors] = {}
     for key, tensor in tensors.items():
         layer, _, name = key.partition(".")
-        weights.setdefault(int(layer), {})[name] = tensor.to(device)
-    chosen = None if tokens is None else tokens.long().to(device)
-    return LightHeads(access, weights, chosen, about.settings.get("tuned", {}))
+        weights.setdefault(int(layer), {})[name] = tensor
+    return LightHeads(access, weights, tokens, about.settings.get("tuned", {}))
 
 
 def keep_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
     """Save the settings found for exit heads beside them: `specbound` takes it as its defaults."""
-    about = read_about(folder, KIND)
+    about = read_about(folder, EXITS)
     save_about(folder, replace(about, settings={**about.settings, "tuned": dict(settings)}))
+
+
+@dataclass
+class MedusaHeads:
+    """Heads on one hidden state `h`: `W₂ · (x + SiLU(W₁ x))`, from x = h, one block or several.
+
+    Head `k`, counted from 0, says the token `k + 2` places behind the one that `h` is the state of;
+    the model's own head says the one between.
+
+    Args:
+        weights: `"k.i.weight"` `(H, H)` of block i of head k, `"k.unembedding"` `(n, H)`.
+        tokens: `(n,)` ids that the heads can say; None: the whole vocabulary.
+    """
+
+    weights: Tensors
+    tokens: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return sum(name.endswith(UNEMBEDDING) for name in self.weights)
+
+    @property
+    def layers(self) -> int:
+        return sum(name.startswith("0.") for name in self.weights) - 1
+
+    def logits(self, head: int, hidden: torch.Tensor) -> torch.Tensor:
+        """`(..., n)` logits of a head from states `(..., H)`."""
+        x = hidden
+        for layer in range(self.layers):
+            x = x + F.silu(linear(x, self.weights[f"{head}.{layer}.weight"]))
+        return linear(x, self.weights[f"{head}.{UNEMBEDDING}"])
+
+
+def new_heads(
+    model: Any, count: int, layers: int = 1, tokens: torch.Tensor | None = None
+) -> MedusaHeads:
+    """Medusa's heads as they begin: `W₁` zero and `W₂` the model's own head, copies in float32."""
+    own = dense(model.get_output_embeddings().weight.detach())
+    own = own if tokens is None else own[tokens]
+    weights: Tensors = {}
+    for head in range(count):
+        for layer in range(layers):
+            weights[f"{head}.{layer}.weight"] = own.new_zeros(2 * own.shape[1:]).float()
+        weights[f"{head}.{UNEMBEDDING}"] = own.to(torch.float32, copy=True)
+    return MedusaHeads(weights, tokens)
+
+
+def load_medusa(model: Any, folder: str | Path) -> MedusaHeads:
+    """Medusa's heads in a folder, on the target's device; raises and warns as `load_draft`."""
+    own = model.get_output_embeddings().weight
+    vocab, width = own.shape
+
+    def shapes(about: About, tensors: Tensors) -> dict[str, tuple[int, ...]]:
+        out: dict[str, tuple[int, ...]] = {}
+        for head in range(about.settings["width"]):
+            blocks = range(about.settings["layers"])
+            out |= {f"{head}.{i}.weight": (width, width) for i in blocks}
+            out[f"{head}.{UNEMBEDDING}"] = (len(tensors.get(TOKENS, range(vocab))), width)
+        return out
+
+    _, tensors, tokens = load_draft(folder, MEDUSA, shapes, model, vocab)
+    return MedusaHeads({n: packed(t.to(own.dtype)) for n, t in tensors.items()}, tokens)

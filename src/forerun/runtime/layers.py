@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from forerun.errors import UnsupportedModelError
-from forerun.runtime.attention import windows_of
+from forerun.runtime.attention import additive_mask, windows_of
 from forerun.runtime.cache import cache_argument
 from forerun.runtime.packing import dense, linear, packed
 from forerun.runtime.states import decoder_layers
@@ -77,13 +77,16 @@ class LayerAccess:
         hidden: torch.Tensor = self._embed(ids)
         return hidden if self._table is None else hidden + self._table(positions)
 
+    def places(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mask and the positions, each of one row, of texts `(n, width, H)` from place 0 on."""
+        positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        return additive_mask(positions, hidden.shape[1], None, hidden.dtype), positions
+
     def open(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Depth 0 of one text, `(1, n)` ids, with the mask of all of it and its positions."""
         positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         hidden = self.embed(ids, positions)
-        least = torch.finfo(hidden.dtype).min
-        mask = torch.full((ids.shape[1],) * 2, least, device=ids.device, dtype=hidden.dtype)
-        return hidden, mask.triu(1)[None, None], positions
+        return hidden, *self.places(hidden)
 
     def run(
         self,

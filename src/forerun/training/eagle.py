@@ -7,14 +7,12 @@ places of what the target wrote; steps after the first read the head's own outpu
 from __future__ import annotations
 
 import random
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from forerun.runtime.base import Rows
 from forerun.runtime.drafts import Tensors, rounded
 from forerun.runtime.eagle import EagleHead, StateHead
 from forerun.runtime.layers import LayerAccess
@@ -22,14 +20,11 @@ from forerun.runtime.states import check_depths
 from forerun.training.fit import (
     Document,
     StatesTraining,
-    TargetStates,
     cut,
-    layers_of_target,
     padded,
     positions_of,
 )
 from forerun.training.muon import Muon
-from forerun.training.settings import TrainingSettings
 
 STEPS = 3
 MOST_TOKENS = 8192
@@ -48,38 +43,21 @@ MATRIX_RATE = 0.02
 
 
 class HeadTrainer(StatesTraining):
-    """A head over states in training.
+    """A head over states in training."""
 
-    Args:
-        target: decoder-only.
-        settings: how.
-        texts: what its vocabulary is counted in.
+    head: StateHead
 
-    Raises:
-        SettingError: depths or a vocabulary that the target does not have.
-    """
+    def _read(self, layers: int) -> Sequence[int]:
+        spread = sorted({max(1, layers // 3), max(1, 2 * layers // 3), layers})
+        depths = check_depths(self.settings.layers or spread, layers)
+        wanted = sorted({*depths, layers})
+        self._columns = [wanted.index(depth) for depth in depths]
+        return depths
 
-    def __init__(self, target: Rows, settings: TrainingSettings, texts: Sequence[Document]) -> None:
-        access = layers_of_target(target, settings.kind)
-        count, vocab = access.layers, len(access.unembedding)
-        spread = sorted({max(1, count // 3), max(1, 2 * count // 3), count})
-        self.depths = check_depths(settings.layers or spread, count)
-        most = min(vocab // 3, MOST_TOKENS) if settings.vocab is None else settings.vocab or vocab
-        tokens = cut(texts, min(most, vocab), access)
-        assert tokens is not None
-        torch.manual_seed(settings.seed)
-        wanted = sorted({*self.depths, count})
-        self._columns = [wanted.index(depth) for depth in self.depths]
-        self._states, self.settings = TargetStates(access.model, wanted), settings
-        self.head = self._begun(access, tokens, texts)
-        own = dict(self.head.named_parameters())
-        super().__init__(access, self._states, own, settings, tokens)
-
-    @abstractmethod
-    def _begun(
-        self, access: LayerAccess, tokens: torch.Tensor, texts: Sequence[Document]
-    ) -> StateHead:
-        """The head as it begins, with a vocabulary of these tokens."""
+    def _tokens(self, texts: Sequence[Document]) -> torch.Tensor | None:
+        vocab, asked = len(self._access.unembedding), self.settings.vocab
+        most = min(vocab // 3, MOST_TOKENS) if asked is None else asked or vocab
+        return cut(texts, min(most, vocab), self._access)
 
     def _known(self, texts: Sequence[Document]) -> list[torch.Tensor]:
         """Per text `(n, depths × H)` states that the head reads."""
@@ -114,7 +92,6 @@ class HeadTrainer(StatesTraining):
         self, texts: Sequence[Document]
     ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
         """Outputs `(n, D)` of each step where it counts, and what `goals_of` says of there."""
-        states = self._states.of(texts)
         ids = padded([text.ids for text in texts], 0)[0].to(self.target.device)
         assert self.vocabulary is not None
         if self.head.reads == len(self.vocabulary):
@@ -124,9 +101,8 @@ class HeadTrainer(StatesTraining):
         outputs = unrolled(self.head, ids, known_of_all, len(self.depths))
         counts = self._scored(texts)
         with torch.no_grad():
-            pairs = zip(states, texts, strict=True)
-            last = torch.cat([own[text.start : -1, -1] for own, text in pairs])
-            goals, best = goals_of(self._access.logits(last), self.vocabulary, self._index)
+            last = self._access.logits(self._scored_states(texts)[:, -1])
+            goals, best = goals_of(last, self.vocabulary, self._index)
         return [x[counts] for x in outputs], goals, best
 
     def _form(self) -> dict[str, Any]:
@@ -161,10 +137,12 @@ class EagleTrainer(HeadTrainer):
     """The head behind the drafter `eagle` in training."""
 
     def _begun(
-        self, access: LayerAccess, tokens: torch.Tensor, texts: Sequence[Document]
-    ) -> EagleHead:
+        self, tokens: torch.Tensor | None, texts: Sequence[Document]
+    ) -> Mapping[str, torch.nn.Parameter]:
+        assert tokens is not None
         assert self.settings.width is not None
-        return begun(access, self.settings.width, tokens, len(self.depths))
+        self.head = begun(self._access, self.settings.width, tokens, len(self.depths))
+        return dict(self.head.named_parameters())
 
     def _tensors(self) -> Tensors:
         return rounded(self.own)

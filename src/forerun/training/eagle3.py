@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd
 from pathlib import Path
 
@@ -32,16 +32,18 @@ class Eagle3Trainer(HeadTrainer):
 
     @torch.no_grad()
     def _begun(
-        self, access: LayerAccess, tokens: torch.Tensor, texts: Sequence[Document]
-    ) -> Eagle3Head:
-        table = dense(access.model.get_input_embeddings().weight).detach()
-        head = begun3(access, table, tokens, len(self.depths))
-        begin_linear(head, [
-            (torch.tensor(text.ids[1:], device=table.device), head.fused(known, len(self.depths)))
+        self, tokens: torch.Tensor | None, texts: Sequence[Document]
+    ) -> Mapping[str, torch.nn.Parameter]:
+        assert tokens is not None
+        table = dense(self._access.model.get_input_embeddings().weight).detach()
+        self.head = begun3(self._access, table, tokens, len(self.depths))
+        begin_linear(self.head, [
+            (torch.tensor(text.ids[1:], device=table.device),
+             self.head.fused(known, len(self.depths)))
             for part in self._batches(texts[:SAMPLE])
             for text, known in zip(part, self._known(part), strict=True)
         ])  # fmt: skip
-        return head
+        return dict(self.head.named_parameters())
 
     def _write(self, folder: Path, about: About) -> None:
         assert self.vocabulary is not None

@@ -110,26 +110,22 @@ class Training(ABC, Generic[T]):
 
     def _batches(self, texts: Sequence[T]) -> Iterator[Sequence[T]]:
         """Texts in their order, as many together as in a step."""
-        for first in range(0, len(texts), self.batch):
-            yield texts[first : first + self.batch]
+        size = self.settings.batch or 1
+        for first in range(0, len(texts), size):
+            yield texts[first : first + size]
 
     def _drawn(self, texts: Sequence[T], rng: random.Random) -> list[T]:
         """The texts of a step."""
-        return rng.sample(list(texts), min(self.batch, len(texts)))
+        return rng.sample(list(texts), min(self.settings.batch or 1, len(texts)))
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """Each group's rate is its peak."""
-        assert self.settings.lr is not None
-        return [torch.optim.AdamW(self.own.values(), lr=self.settings.lr, betas=(0.9, 0.98))]
+        rate = self.settings.lr or 0.0
+        return [torch.optim.AdamW(self.own.values(), lr=rate, betas=(0.9, 0.98))]
 
     def _rate(self, share: float) -> float:
         """Learning rate over its peak when that share of the steps is done."""
         return min(1.0, 20 * share) * max(0.0, 1 - share) ** 0.5
-
-    @property
-    def batch(self) -> int:
-        assert self.settings.batch is not None
-        return self.settings.batch
 
     def train(self, texts: Sequence[T]) -> Iterator[dict[str, Any]]:
         """Steps to the end of the settings; a record of each."""
@@ -270,26 +266,43 @@ class StatesTraining(Training[Document]):
     """A draft in training that reads the hidden states of a decoder-only target.
 
     Args:
-        access: the target's layers.
-        states: what it leaves of texts; the last depth is L.
-        own, settings, tokens: as for `Training`.
+        target: decoder-only.
+        settings: how.
+        texts: what a vocabulary of the draft's own is counted in.
+
+    Raises:
+        SettingError: depths or a vocabulary that the target does not have.
     """
 
     def __init__(
-        self,
-        access: LayerAccess,
-        states: TargetStates,
-        own: Mapping[str, torch.nn.Parameter],
-        settings: TrainingSettings,
-        tokens: torch.Tensor | None = None,
+        self, target: Rows, settings: TrainingSettings, texts: Sequence[Document] = ()
     ) -> None:
-        super().__init__(access.model, own, settings, tokens)
-        self._access, self._states = access, states
+        self.settings, self._access = settings, layers_of_target(target, settings.kind)
+        access = self._access
+        self.depths = tuple(self._read(access.layers))
+        self._states = TargetStates(access.model, sorted({*self.depths, access.layers}))
+        tokens = self._tokens(texts)
         every = torch.arange(len(access.unembedding), device=access.unembedding.device)
         self._index = every if tokens is None else torch.full_like(every, -1)
         """`(V,)` per token of the target its place in the draft's vocabulary, −1 if it has none."""
         if tokens is not None:
             self._index[tokens] = every[: len(tokens)]
+        torch.manual_seed(settings.seed)
+        super().__init__(access.model, self._begun(tokens, texts), settings, tokens)
+
+    @abstractmethod
+    def _read(self, layers: int) -> Sequence[int]:
+        """Depths whose states the draft reads, of a target of L layers."""
+
+    @abstractmethod
+    def _begun(
+        self, tokens: torch.Tensor | None, texts: Sequence[Document]
+    ) -> Mapping[str, torch.nn.Parameter]:
+        """What is trained as it begins, with a vocabulary of these tokens."""
+
+    def _tokens(self, texts: Sequence[Document]) -> torch.Tensor | None:
+        """The draft's vocabulary; None: all of the target's."""
+        return cut(texts, self.settings.vocab or 0, self._access)
 
     def _count(self, text: Document) -> int:
         return positions_of(text)
@@ -301,11 +314,14 @@ class StatesTraining(Training[Document]):
             counts[row, text.start : len(text.ids) - 1] = True
         return counts.to(self.target.device)
 
-    def _cross_entropy(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy, nats, of `(n, V)` logits of the draft's tokens to `(n,)` ids.
+    def _scored_states(self, texts: Sequence[Document]) -> torch.Tensor:
+        """`(n, depths, H)` of the target where predictions count; the last depth is L."""
+        states = zip(self._states.of(texts), texts, strict=True)
+        return torch.cat([own[text.start : -1] for own, text in states])
 
-        Of a token that it cannot say any is as good, so that it learns to be unsure.
-        """
+    def _cross_entropy(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy, nats, of `(n, V)` logits of the draft's tokens to `(n,)` ids. Of a
+        token that it cannot say any is as good, so that it learns to be unsure."""
         log_probs, goal = logits.float().log_softmax(-1), self._index[tokens]
         at_goal = log_probs.gather(-1, goal.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return -torch.where(goal >= 0, at_goal, log_probs.mean(-1)).mean()

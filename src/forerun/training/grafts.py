@@ -70,7 +70,7 @@ class GraftTrainer(Training[TextPair]):
 
     def _drawn(self, texts: Sequence[TextPair], rng: random.Random) -> list[TextPair]:
         """Of alike lengths: padding would take most of a step."""
-        batch = self.batch
+        batch = self.settings.batch or 1
         drawn = rng.sample(list(texts), min(WINDOWS * batch, len(texts)))
         drawn.sort(key=lambda text: len(text.output) + len(text.source))
         first = rng.randrange(max(1, len(drawn) - batch + 1))

@@ -11,9 +11,9 @@ from forerun.errors import require
 TRAINERS = {
     "shared": "grafts:GraftTrainer",
     "block": "grafts:GraftTrainer",
-    "kangaroo": "adapters:AdapterTrainer",
-    "medusa": "medusa:MedusaTrainer",
-    "exits": "exits:ExitTrainer",
+    "kangaroo": "heads:AdapterTrainer",
+    "medusa": "heads:MedusaTrainer",
+    "exits": "heads:ExitTrainer",
     "eagle": "eagle:EagleTrainer",
     "eagle3": "eagle3:Eagle3Trainer",
 }
