@@ -184,12 +184,10 @@ class FixedCache(Store):
 
 
 class CachedExecutor(Executor):
-    """An executor whose keys and values are in a `RowCache`."""
+    """An executor whose keys and values are in a `Store`."""
 
     copies = True
-
-    def __init__(self) -> None:
-        self.cache = RowCache()
+    cache: Store
 
     def reserve(self, rows: int, columns: int) -> None:
         self.cache.reserve(rows, columns)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import add
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -23,12 +23,11 @@ from forerun.runtime.base import (
     LOGITS,
     Best,
     Columns,
-    Executor,
     Pieces,
     read_stacked,
     stacked_best,
 )
-from forerun.runtime.cache import FixedCache, cache_argument
+from forerun.runtime.cache import CachedExecutor, FixedCache, cache_argument
 from forerun.runtime.padded import facts_of
 from forerun.runtime.probe import prove
 from forerun.runtime.support import PROVEN, check_supported
@@ -75,7 +74,7 @@ class Graph:
         return self._result
 
 
-class CudaGraphExecutor(Executor):
+class CudaGraphExecutor(CachedExecutor):
     """Captures a pass of each shape when it is first needed, and replays it.
 
     Launching a kernel from Python takes longer than running it, up to models of some billion
@@ -95,8 +94,8 @@ class CudaGraphExecutor(Executor):
             and cannot be captured.
     """
 
-    copies: ClassVar[bool] = True
     trees = True
+    cache: FixedCache
 
     def __init__(
         self, model: Any, compile: bool = False, capture: Callable[..., Any] = Graph
@@ -130,14 +129,11 @@ class CudaGraphExecutor(Executor):
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         self.reserve(max(len(rows), 1), max(lengths, default=0))
-        self.cache.keep(rows, max(lengths, default=0))
-
-    def copy_out(self, row: int, first: int, last: int) -> Columns:
-        return Columns(self.cache.copy_out(row, first, last), last - first)
+        super().keep(rows, lengths)
 
     def copy_in(self, row: int, first: int, columns: Columns) -> None:
         self.reserve(row + 1, first + columns.count)
-        self.cache.copy_in(row, first, columns.states)
+        super().copy_in(row, first, columns)
 
     def run(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
@@ -226,11 +222,8 @@ class CudaGraphExecutor(Executor):
     def _columns(self, end: int, width: int) -> int:
         """Columns that such a pass reads."""
         columns = _rounded(max(end, FEWEST_COLUMNS))
-        if self._compile and width <= COMPILED_WIDTHS[-1]:
-            few = COMPILED_COLUMNS
-            while few < columns:
-                few *= 4
-            return few
+        if self._compile and width <= COMPILED_WIDTHS[-1]:  # 256 times a power of four
+            return columns << ((columns // COMPILED_COLUMNS).bit_length() + 1) % 2
         return columns
 
     def _replayed(

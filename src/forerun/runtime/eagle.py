@@ -268,8 +268,10 @@ def load_eagle(
 class HeadExecutor(CachedExecutor):
     """Runs a head by PyTorch; what it reads beside tokens is put into `given` before a pass."""
 
+    cache: RowCache
+
     def __init__(self, head: StateReader, facts: Facts, device: torch.device) -> None:
-        super().__init__()
+        self.cache = RowCache()
         self.head, self.facts, self.device = head, facts, device
         self.given: torch.Tensor | None = None
         """`(tokens, D)` states of all tokens of the next pass, a row's after another's."""

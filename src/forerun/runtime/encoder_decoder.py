@@ -66,7 +66,6 @@ class EncoderDecoderExecutor(padded.PaddedExecutor):
         decoder = model.get_decoder()
         self.placement = placement_of(decoder, decoder_limit(model.config))
         self.facts = facts_of(model)
-        super().__init__()
         self.cache, self.sources = OwnCache(), SourceCache(len(self.cross.layers))
         self._both = EncoderDecoderCache(self.cache, self.sources)
         self._cached = {cache_argument(model): self._both, "use_cache": True}

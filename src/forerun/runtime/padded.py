@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from forerun.runtime.base import Facts, Pieces
-from forerun.runtime.cache import CachedExecutor
+from forerun.runtime.cache import CachedExecutor, RowCache
 from forerun.runtime.fingerprints import identity
 from forerun.runtime.support import context_limit, end_of_text
 from forerun.runtime.trees import Parents, trees_of
@@ -24,6 +24,7 @@ class PaddedExecutor(CachedExecutor):
     trees = True
     model: Any
     dtype: torch.dtype
+    cache: RowCache
 
     def module(self) -> Any:
         return self.model

@@ -8,8 +8,7 @@ was given, also when the pass fails.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,30 +18,8 @@ from forerun.errors import UnsupportedModelError
 from forerun.runtime.attention import additive
 
 
-class Placement(ABC):
-    """Places the tokens of one decoder."""
-
-    limit: int  # places that it knows
-
-    @abstractmethod
-    @contextmanager
-    def placed(
-        self, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor
-    ) -> Iterator[torch.Tensor]:
-        """Place the tokens of the passes within.
-
-        Args:
-            queries: `(rows, width)` places of the tokens that are fed.
-            keys: `(rows or 1, columns)` places of what they attend to.
-            hidden: `(rows, width, columns)` what each must not see.
-
-        Yields:
-            The additive mask to hand to the decoder, 4-D.
-        """
-
-
-class Table(Placement):
-    """A table of positions, learned or not: all families but T5's."""
+class Table:
+    """A table of positions, learned or not: all families but T5's. It knows `limit` places."""
 
     def __init__(self, decoder: Any, limit: int) -> None:
         self._module = decoder.embed_positions
@@ -59,6 +36,16 @@ class Table(Placement):
     def placed(
         self, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor
     ) -> Iterator[torch.Tensor]:
+        """Place the tokens of the passes within.
+
+        Args:
+            queries: `(rows, width)` places of the tokens that are fed.
+            keys: `(rows or 1, columns)` places of what they attend to.
+            hidden: `(rows, width, columns)` what each must not see.
+
+        Yields:
+            The additive mask to hand to the decoder, 4-D.
+        """
         # Padding may point past the end.
         with self.looked_up(queries.clamp(max=self.limit - 1)):
             yield additive(hidden, self._dtype)[:, None]
@@ -74,7 +61,7 @@ class Table(Placement):
             handle.remove()
 
 
-class RelativeBias(Placement):
+class RelativeBias:
     """T5's biases by distance: one table for all layers, or in umT5 one per layer."""
 
     def __init__(self, decoder: Any, limit: int) -> None:
@@ -89,36 +76,31 @@ class RelativeBias(Placement):
     def placed(
         self, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """Hide the method that makes the bias, which also adds the mask."""
+        """As a table does; hides the method that makes the bias, which also adds the mask."""
         distance = (queries[:, :, None] - keys[:, None, :]).clamp(min=0)
         mask = additive(hidden, self._dtype)[:, None]
-        self._grow(int(distance.shape[-1]) + int(distance.shape[-2]))
+        need = int(distance.shape[-1]) + int(distance.shape[-2])
+        if not self._tables or len(self._tables[0]) < need:
+            self._tables = self._made(2 * need + 64)
         try:
             for attention, table in zip(self._attentions, self._tables, strict=True):
                 bias = table[distance].permute(0, 3, 1, 2) + mask
-                attention.compute_bias = _always(bias)
+                attention.compute_bias = lambda *_, bias=bias, **__: bias
             yield self._open
         finally:
             for attention in self._attentions:
                 attention.__dict__.pop("compute_bias", None)
 
-    def _grow(self, need: int) -> None:
+    def _made(self, room: int) -> list[torch.Tensor]:
         """Tables `(distance, heads)` out of the model's own bias of its newest token."""
-        if self._tables and len(self._tables[0]) >= need:
-            return
-        room = 2 * need + 64
         rows = [
             attention.compute_bias(1, room, device=self._device, past_seen_tokens=room - 1)
             for attention in self._attentions
         ]
-        self._tables = [row[0, :, 0].flip(-1).t().contiguous() for row in rows]
+        return [row[0, :, 0].flip(-1).t().contiguous() for row in rows]
 
 
-def _always(bias: torch.Tensor) -> Callable[..., torch.Tensor]:
-    return lambda *_, **__: bias
-
-
-def placement_of(decoder: Any, limit: int) -> Placement:
+def placement_of(decoder: Any, limit: int) -> Table | RelativeBias:
     """What places the tokens of a decoder that knows `limit` places at most;
     `UnsupportedModelError` if it is none of the known ways."""
     if hasattr(decoder, "embed_positions"):

@@ -10,7 +10,7 @@ import torch
 
 from forerun.runtime.attention import Mask, additive_mask, folding, groups_of, mask_of, windows_of
 from forerun.runtime.base import Pieces, Rows
-from forerun.runtime.cache import cache_argument
+from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.padded import PaddedExecutor, facts_of
 from forerun.runtime.probe import prove
 from forerun.runtime.states import States, Taps
@@ -34,7 +34,7 @@ class TorchExecutor(PaddedExecutor):
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.facts = facts_of(model)
-        super().__init__()
+        self.cache = RowCache()
         self._cached = {cache_argument(model): self.cache, "use_cache": True}
         self._groups, self._windows = groups_of(model), windows_of(model.config)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
