@@ -57,7 +57,7 @@ class Adapter(torch.nn.Module):
         positions: torch.Tensor,
         cache: Any = None,
     ) -> torch.Tensor:
-        """`(n, width, H)` states for `LayerAccess.unembed`; arguments as of `LayerAccess.run`."""
+        """`(n, width, H)` states for `LayerAccess.unembed`; as `LayerAccess.run`."""
         out: torch.Tensor = self.norm(access.call([self.layer], hidden, mask, positions, cache))
         return out
 

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from forerun.runtime.base import Facts, Pieces, Rows
-from forerun.runtime.cache import CachedExecutor, RowCache
+from forerun.runtime.cache import RowCache
 from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, shapes_of
+from forerun.runtime.padded import PaddedExecutor, PaddedPass
 from forerun.runtime.states import States
 from forerun.runtime.trees import Parents
 
@@ -33,14 +34,10 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class StateReader(ABC):
     """What says the next token from the newest one and a state of the one before it."""
 
-    width: int
-    """D, of the states that it reads within a draft: its own outputs."""
-    reads: int
-    """Ids that it can read, from 0 on: all of the target's, or those of a cut vocabulary."""
-    weights: int
-    """Parameters that a step reads; a projection of states is not of a step."""
-    token_bytes: int = 0
-    """Of its keys and values."""
+    width: int  # D, of the states that it reads within a draft: its own outputs
+    reads: int  # ids that it can read, from 0 on: all of the target's, or of a cut vocabulary
+    weights: int  # parameters that a step reads; a projection of states is not of a step
+    token_bytes: int = 0  # of its keys and values
     first: int = 0
     """Place of the first token that others see: 1 if none is read that has no state before it."""
 
@@ -57,15 +54,9 @@ class StateReader(ABC):
         seen: torch.Tensor,
         cache: RowCache,
     ) -> torch.Tensor:
-        """`(n, tokens, D)` outputs of a pass that was opened in the cache.
-
-        Args:
-            ids: `(n, tokens)`.
-            states: `(n, tokens, D)` of the token before each.
-            places: `(n, tokens)`.
-            seen: `(n, 1, tokens, columns)` whether a token sees a column.
-            cache: of keys and values.
-        """
+        """`(n, tokens, D)` outputs of a pass that was opened in the cache: of `(n, tokens)` ids at
+        places, and states `(n, tokens, D)` of the token before each. `seen` `(n, 1, tokens,
+        columns)` says whether a token sees a column."""
 
     @abstractmethod
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,24 +67,16 @@ class StateReader(ABC):
 class HeadForm:
     """Sizes of a head's layer."""
 
-    width: int
-    """D."""
-    inner: int
-    """M, of the feed-forward part."""
-    heads: int
-    """Of queries, and"""
-    key_heads: int
-    """of keys and values, which divide them."""
+    width: int  # D
+    inner: int  # M, of the feed-forward part
+    heads: int  # of queries, and
+    key_heads: int  # of keys and values, which divide them
     head_width: int = HEAD
     eps: float = EPS
-    rates: tuple[float, ...] = ROTARY
-    """Radians per place by which pairs of a head's numbers turn."""
-    stretch: float = 1.0
-    """What turned queries and keys are multiplied by."""
-    head_norms: bool = False
-    """Whether queries and keys are normed."""
-    norm_output: bool = False
-    """Whether the output, which is fed back within a draft, is normed."""
+    rates: tuple[float, ...] = ROTARY  # radians per place by which pairs of a head's numbers turn
+    stretch: float = 1.0  # what turned queries and keys are multiplied by
+    head_norms: bool = False  # whether queries and keys are normed
+    norm_output: bool = False  # whether the output, which is fed back within a draft, is normed
 
 
 class Norm(nn.Module):
@@ -123,8 +106,8 @@ class StateHead(nn.Module, StateReader):
         width, inner = form.width, form.inner
         self.form, self.width = form, width
         self.attention_norm, self.mlp_norm, self.norm = (Norm(width, form.eps) for _ in range(3))
-        self.query_norm = Norm(form.head_width, form.eps) if form.head_norms else None
-        self.key_norm = Norm(form.head_width, form.eps) if form.head_norms else None
+        norms = (Norm(form.head_width, form.eps) if form.head_norms else None for _ in range(2))
+        self.query_norm, self.key_norm = norms
         pairs = form.heads + 2 * form.key_heads
         self.qkv = nn.Linear(read, pairs * form.head_width, bias=False)
         self.out = nn.Linear(form.heads * form.head_width, width, bias=False)
@@ -159,14 +142,8 @@ class StateHead(nn.Module, StateReader):
     def layer(
         self, ids: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """`(n, tokens, D)` outputs.
-
-        Args:
-            ids: `(n, tokens)`.
-            states: `(n, tokens, D)` of the token before each.
-            positions: `(n, tokens)`, or `(1, tokens)` of all.
-            attend: to what is before; it is given queries and keys with their positions in them.
-        """
+        """`(n, tokens, D)` outputs; as `run`, with positions `(n, tokens)` or `(1, tokens)`, which
+        are in the queries and keys that `attend` is given."""
         x, read = self.entered(ids, states)
         form = self.form
         heads = self.qkv(read).unflatten(-1, (-1, form.head_width)).transpose(1, 2)
@@ -265,10 +242,11 @@ def load_eagle(
     return made[0].filled({n: t.float() for n, t in tensors.items()}), tokens
 
 
-class HeadExecutor(CachedExecutor):
+class HeadExecutor(PaddedExecutor):
     """Runs a head by PyTorch; what it reads beside tokens is put into `given` before a pass."""
 
-    cache: RowCache
+    trees = False
+    dtype = torch.float32
 
     def __init__(self, head: StateReader, facts: Facts, device: torch.device) -> None:
         self.cache = RowCache()
@@ -277,38 +255,34 @@ class HeadExecutor(CachedExecutor):
         """`(tokens, D)` states of all tokens of the next pass, a row's after another's."""
         self.states = States((1,), head.width)
 
+    def module(self) -> None:
+        return None
+
     def run(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
     ) -> torch.Tensor:
-        rows = [row for row, piece in enumerate(pieces) if piece]
-        counts = [len(pieces[row]) for row in rows]
-        out = torch.zeros(
-            len(pieces), max(wanted, default=0), self.facts.vocab_size, device=self.device
-        )
-        if not rows:
-            return out
-        assert self.given is not None, "states come before the tokens"
-        width, begins = max(counts), [starts[row] for row in rows]
-        ids = torch.tensor([[*pieces[row], *[0] * (width - len(pieces[row]))] for row in rows])
-        states = torch.nn.utils.rnn.pad_sequence(list(self.given.split(counts)), batch_first=True)
-        columns = self.cache.open(rows, begins, width, self.device)
-        places = torch.tensor(begins)[:, None] + torch.arange(width)
-        seen = torch.arange(columns) <= places[..., None]
+        if any(pieces):
+            assert self.given is not None, "states come before the tokens"
+            self._given = self.given.split([len(piece) for piece in pieces])
+        return super().run(starts, pieces, wanted)
+
+    def _forward(self, now: PaddedPass) -> torch.Tensor:
+        given = [self._given[row] for row in now.rows]
+        places = torch.tensor(now.starts)[:, None] + torch.arange(now.ids.shape[1])
+        seen = torch.arange(now.columns) <= places[..., None]
         if self.head.first:  # what has no state before it is seen by itself alone
-            seen &= (torch.arange(columns) >= self.head.first) | (places[..., None] == 0)
+            seen &= (torch.arange(now.columns) >= self.head.first) | (places[..., None] == 0)
         x = self.head.run(
-            ids.to(self.device),
-            states.to(self.device),
+            now.ids,
+            torch.nn.utils.rnn.pad_sequence(given, batch_first=True).to(self.device),
             places.to(self.device),
             seen[:, None].to(self.device),
             self.cache,
         )
         assert self.states is not None
-        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            self.states.note(row, starts[row], x[i, :count])
-            if wanted[row]:
-                out[row, : wanted[row]] = self.head.logits(x[i, count - wanted[row] : count])
-        return out
+        for row, start, states, own in zip(now.rows, now.starts, given, x, strict=True):
+            self.states.note(row, start, own[: len(states)])
+        return self.head.logits(now.pick(x))
 
 
 def facts_of(head: StateReader, vocab: int, target: Rows, name: str) -> Facts:

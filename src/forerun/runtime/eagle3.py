@@ -16,6 +16,7 @@ from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import check_shapes, read_tensors, shapes_of
 from forerun.runtime.eagle import HeadForm, Norm, StateHead, rms
+from forerun.runtime.load import read_json
 from forerun.runtime.packing import dense
 
 CONFIG = "config.json"
@@ -76,7 +77,6 @@ class Eagle3Head(StateHead):
         self.unembedding = nn.Linear(form.width, vocab, bias=False)
 
     def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
-        """`(..., D)` of the target's states `(..., depths × H)`."""
         states = states.float()
         if self.fuse_norm is not None:
             parts = depths if "fc_norm" in self.flags else 1
@@ -93,18 +93,13 @@ class Eagle3Head(StateHead):
         return x, torch.cat([token, state], -1)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., V)` of outputs `(..., D)`."""
         out: torch.Tensor = self.unembedding(x if self.form.norm_output else self.norm(x))
         return out
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """What config.json in a folder says; empty if there is none that can be read."""
-    try:
-        given = json.loads(Path(folder, CONFIG).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return given if isinstance(given, dict) else {}
+    return read_json(Path(folder, CONFIG).expanduser())
 
 
 def depths_of(config: Mapping[str, Any], layers: int) -> list[int]:
@@ -118,13 +113,8 @@ def depths_of(config: Mapping[str, Any], layers: int) -> list[int]:
 def load_head(
     folder: str, target: Rows, width: int, depths: int
 ) -> tuple[Eagle3Head, torch.Tensor]:
-    """The head in a folder, on its target's device, and the `(V,)` ids of the tokens it says.
-
-    Args:
-        folder: of either layout.
-        target: what it drafts for.
-        width: H, of the target's states.
-        depths: how many of them it reads.
+    """The head in a folder of either layout, on its target's device, and the `(V,)` ids of the
+    tokens it says. H, `width`, is that of the target's states, of which it reads `depths`.
 
     Raises:
         ModelError: damaged, another target's, or of a form that is not read here, which is named.
@@ -162,15 +152,9 @@ def save_head(
     depths: Sequence[int],
     trained: Mapping[str, Any],
 ) -> None:
-    """Write a head as `speculators` does, in bfloat16 and without embeddings, its target's own.
-
-    Args:
-        folder: made if it is not there.
-        head: of Llama's layer.
-        tokens: `(V,)` rising ids that it says.
-        depths: whose states it reads.
-        trained: how; kept beside what others read.
-    """
+    """Write a head of Llama's layer as `speculators` does, in bfloat16 and without embeddings, its
+    target's own: with the `(V,)` rising ids that it says, the depths that it reads, and how it was
+    trained, which is kept beside what others read."""
     from safetensors.torch import save_file
 
     own = {name: t.detach().to("cpu", torch.bfloat16) for name, t in head.state_dict().items()}

@@ -101,25 +101,21 @@ class EncoderDecoderExecutor(padded.PaddedExecutor):
         """The draft reads what this one's encoder read."""
         return EncoderDecoderExecutor(model, self.cross.encoder)
 
-    def _forward(
-        self,
-        rows: list[int],
-        starts: Sequence[int],
-        ids: torch.Tensor,
-        columns: int,
-        tree: torch.Tensor | None,
-    ) -> torch.Tensor:
-        begin = torch.tensor(starts, device=self.device)[:, None]
-        places = begin + torch.arange(ids.shape[1], device=self.device)
-        queries = places if tree is None else tree[0]
-        keys = positions_of_columns(places, columns, tree)
-        hidden = hidden_columns(places, columns, None, tree)
-        across = self._open_sources(rows)
-        with self.placement.placed(queries, keys, hidden) as mask:
+    def _forward(self, now: padded.PaddedPass) -> torch.Tensor:
+        begin = torch.tensor(now.starts, device=self.device)[:, None]
+        places = begin + torch.arange(now.ids.shape[1], device=self.device)
+        queries = places if now.tree is None else now.tree[0]
+        keys = positions_of_columns(places, now.columns, now.tree)
+        hidden = hidden_columns(places, now.columns, None, now.tree)
+        across = self._open_sources(now.rows)
+        with (
+            self.placement.placed(queries, keys, hidden) as mask,
+            padded.seeing(self.model.get_output_embeddings(), now.pick),
+        ):
             logits: torch.Tensor = self.model(
                 encoder_outputs=self._unread,
                 attention_mask=across,
-                decoder_input_ids=ids,
+                decoder_input_ids=now.ids,
                 decoder_attention_mask=mask,
                 **self._cached,
             ).logits

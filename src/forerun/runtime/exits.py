@@ -13,6 +13,7 @@ import torch
 from forerun.errors import PromptError
 from forerun.runtime.base import Pieces, Rows
 from forerun.runtime.layers import LayerAccess
+from forerun.runtime.padded import picker
 from forerun.runtime.torch_executor import TorchExecutor
 from forerun.runtime.trees import Parents
 
@@ -144,6 +145,10 @@ class LayersExecutor(TorchExecutor):
         self._grow(len(starts))
         rows = [row for row, context in enumerate(contexts) if context is not None]
         pieces = [list((contexts[row] or ())[starts[row] :]) for row in rows]
+        if (longest := max((len(contexts[row] or ()) for row in rows), default=0)) > (
+            limit := self.facts.limit
+        ):
+            raise PromptError(f"{longest} tokens do not fit the model's context of {limit}")
         self._take(rows, pieces, fresh=1)
         self.work["step", len(rows)] += 1
         at = 0
@@ -187,11 +192,15 @@ class LayersExecutor(TorchExecutor):
         # Tokens whose logits are not wanted are a prompt's; they are not counted.
         uncounted = [len(piece) - n for piece, n in zip(pieces, wanted, strict=True)]
         self._sweep(rows, 0, self.access.layers, "verify", uncounted)
+        most = max(wanted, default=0)
+        logits = torch.zeros(
+            len(wanted), most, self.facts.vocab_size, dtype=self.dtype, device=self.device
+        )
         if rows:
             spans = [(row, 0, len(self._pending[row].tokens)) for row in rows]
-            logits = self._judged(self._gather(spans, self.access.layers), pieces, wanted)
-        else:
-            logits = self._room(wanted)
+            hidden = self._gather(spans, self.access.layers).hidden
+            picked = picker([len(pieces[row]) for row in rows], [wanted[row] for row in rows])
+            logits[rows] = self.access.logits(picked(hidden))
         self._batch = None
         for row in rows:
             self._pending[row].cut(0)
@@ -199,33 +208,9 @@ class LayersExecutor(TorchExecutor):
             torch.cuda.synchronize(self.device)
         return logits
 
-    def _judged(self, batch: Batch, pieces: Pieces, wanted: Sequence[int]) -> torch.Tensor:
-        """Logits of the tokens wanted, the last of each piece, of a batch that holds all pieces."""
-        most = max(wanted)
-        if len(set(map(len, pieces))) == len(set(wanted)) == 1:
-            return self.access.logits(batch.hidden[:, batch.hidden.shape[1] - most :])
-        place = {row: i for i, (row, *_) in enumerate(batch.spans)}
-        index = [row for row, n in enumerate(wanted) for _ in range(n)]
-        column = [j for n in wanted for j in range(n)]
-        at = [len(pieces[row]) - wanted[row] + j for row, j in zip(index, column, strict=True)]
-        out = self._room(wanted)
-        if most:
-            out[index, column] = self.access.logits(batch.hidden[[place[r] for r in index], at])
-        return out
-
-    def _room(self, wanted: Sequence[int]) -> torch.Tensor:
-        shape = len(wanted), max(wanted, default=0), self.facts.vocab_size
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
     def _take(self, rows: list[int], pieces: list[list[int]], fresh: int = 0) -> None:
         """Make each row's pending tokens its piece: known tokens keep their depth. The last `fresh`
         tokens start anew even if they are known."""
-        for row, piece in zip(rows, pieces, strict=True):
-            if self._starts[row] + len(piece) > self.facts.limit:
-                longest = self._starts[row] + len(piece)
-                raise PromptError(
-                    f"{longest} tokens do not fit the model's context of {self.facts.limit}"
-                )
         for row, piece in zip(rows, pieces, strict=True):
             held = self._pending[row]
             most, common = min(len(held.tokens), len(piece) - fresh), 0

@@ -97,20 +97,17 @@ class LayerAccess:
         positions: torch.Tensor,
         cache: Any = None,
     ) -> torch.Tensor:
-        """Take hidden states from depth `first` to depth `last`.
+        """Take hidden states `(n, width, H)` from depth `first` to depth `last`, which are returned.
 
         Args:
-            hidden: `(n, width, H)` at depth `first`.
-            first: depth of `hidden`, 0 ≤ first ≤ last.
-            last: depth wanted, ≤ `layers`.
+            hidden: at depth `first`.
+            first: 0 ≤ first ≤ last.
+            last: ≤ `layers`.
             mask: additive `(n, 1, width, columns)` over the columns the cache returns; None hides
                 none of them.
             positions: `(n, width)`; as long as the same tensor is given, rotary embeddings are
                 computed once.
             cache: keys and values go there and come from there; None keeps none.
-
-        Returns:
-            `(n, width, H)` at depth `last`.
         """
         return self.call(self._stack[first:last], hidden, mask, positions, cache)
 
@@ -138,9 +135,8 @@ class LayerAccess:
         return hidden
 
     def logits(self, hidden: torch.Tensor, rows: Unembedding | None = None) -> torch.Tensor:
-        """Final norm and unembedding of hidden states `(..., H)`: `(..., V)` logits. At depth
-        `layers` these are the model's own; at any other depth, the logit lens. With `rows` of
-        `unembedding_of`, those of these tokens only."""
+        """Final norm and unembedding of `(..., H)`: `(..., V)` logits, the model's own at depth
+        `layers`, the logit lens at any other; of the tokens of `unembedding_of` only, with `rows`."""
         return self.unembed(self.norm(hidden), rows)
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -154,12 +150,9 @@ class LayerAccess:
         return logits
 
     def bare(self, depth: int) -> tuple[Any, Any]:
-        """Copies of what an adapter over depth `depth` < L begins as.
-
-        Returns:
-            The layer that follows there with its attention, the norm before it and its residual
-            connection alone, whose keys and values go where layer L's would; and the final norm.
-        """
+        """Copies of what an adapter over depth `depth` < L begins as: the layer that follows there
+        with its attention, the norm before it and its residual connection alone, whose keys and
+        values go where layer L's would; and the final norm."""
         layer = copy.deepcopy(self._stack[depth])
         layer.mlp = _Nothing()
         for name in _SECOND_NORMS:  # of the part that is gone
@@ -222,7 +215,7 @@ class LogitLens:
 
 @torch.inference_mode()
 def _prove(access: LayerAccess, model: Any, kind: str) -> None:
-    """Three tokens through the layers and through the model: another version may call them anew."""
+    """Three tokens through the layers and the model: another version may call them anew."""
     ids = torch.arange(1, 4, device=model.device).unsqueeze(0)
     try:
         hidden, mask, positions = access.open(ids)

@@ -122,6 +122,7 @@ def load_model(
 def _pretrained(name: str | Path, trusted: bool, options: dict[str, Any]) -> Any:
     """What `transformers` loads, complete and of a kind that can be served."""
     import transformers
+    from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils import logging as transformers_logging
 
@@ -141,7 +142,10 @@ def _pretrained(name: str | Path, trusted: bool, options: dict[str, Any]) -> Any
     source: str | None = str(name)
     if (eight := Path(name, INT8)).is_file():
         kind, source = getattr(transformers, config.architectures[0]), None
-        options = {**options, "config": config, **_of_eight_bits(eight)}
+        # The same bfloat16 numbers whatever type is asked for: executors read these in 16 bits.
+        weights = {n: tensor.bfloat16() for n, tensor in widened(load_file(eight)).items()}
+        generation = transformers.GenerationConfig.from_pretrained(str(name))
+        options |= {"config": config, "state_dict": weights, "generation_config": generation}
     model, report = kind.from_pretrained(
         source,
         output_loading_info=True,
@@ -152,19 +156,6 @@ def _pretrained(name: str | Path, trusted: bool, options: dict[str, Any]) -> Any
     model.name_or_path = str(name)
     _check_complete(name, report)
     return model
-
-
-def _of_eight_bits(path: Path) -> dict[str, Any]:
-    """What `from_pretrained` takes in place of a name. Weights are the same bfloat16 numbers
-    whatever type is asked for: executors read these in 16 bits."""
-    from safetensors.torch import load_file
-    from transformers import GenerationConfig
-
-    weights = {name: tensor.bfloat16() for name, tensor in widened(load_file(path)).items()}
-    return {
-        "state_dict": weights,
-        "generation_config": GenerationConfig.from_pretrained(str(path.parent)),
-    }
 
 
 def _warn_of_widening(path: Path, dtype: torch.dtype) -> None:
@@ -235,16 +226,16 @@ def _check_generation_config(name: str | Path) -> None:
     )
     if path is None:
         return
+    wrong = None
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-        wrong = None if isinstance(config, dict) else "it is not an object"
-    except ValueError as error:
-        config, wrong = {}, str(error)
-    if wrong is None:
-        ids = config.get("eos_token_id")
+        ids = json.loads(Path(path).read_text(encoding="utf-8")).get("eos_token_id")
         listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed):
             wrong = f"eos_token_id is {ids!r}, not one or more token ids"
+    except ValueError as error:
+        wrong = str(error)
+    except AttributeError:
+        wrong = "it is not an object"
     if wrong:
         raise ModelError(
             f"generation_config.json of {str(name)!r} cannot be used: {wrong}; repair it, or "
@@ -267,7 +258,8 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
             options = {"trust_remote_code": trust_remote_code}
             tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
     except Exception as error:  # tokenizers raise bare Exception for a damaged file
-        if Path(str(name)).is_dir() and not _tokenizer_files(Path(str(name))):
+        kinds, here = ("*token*", "vocab*", "merges*", "spiece*"), Path(str(name))
+        if here.is_dir() and not any(any(here.glob(kind)) for kind in kinds):
             raise ModelError(
                 f"{str(name)!r} holds no tokenizer: tokenizer.json is missing; copy the "
                 "tokenizer's files there from the model it was made from"
@@ -416,10 +408,6 @@ def _quantised(how: Any) -> str | None:
             "was made from, or a GGUF file of it"
         )
     return None
-
-
-def _tokenizer_files(folder: Path) -> list[Path]:
-    return [f for of in ("*token*", "vocab*", "merges*", "spiece*") for f in folder.glob(of)]
 
 
 def _listed(names: Sequence[str], most: int = 4) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from forerun.errors import ModelError, SettingError, UnsupportedModelError
+from forerun.runtime.attention import additive
 from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.eagle import StateReader
 from forerun.runtime.packing import dense
@@ -28,7 +29,9 @@ class MtpHead(StateReader):
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config(decoder=True)
-        _name_layers(config)
+        count = getattr(config, "mtp_num_hidden_layers", None)
+        if count and not getattr(config, "num_mtp_layers", None):  # as Qwen's call them
+            config.num_mtp_layers, config.mtp_layer_types = count, ["full_attention"] * count
         if not getattr(config, "num_mtp_layers", None):
             raise SettingError(
                 f"drafter mtp is for targets that bring layers for it, and this {config.model_type}"
@@ -64,14 +67,12 @@ class MtpHead(StateReader):
     ) -> torch.Tensor:
         model = self._model
         tokens = model.embed_tokens(ids)
-        mask = torch.zeros_like(seen, dtype=tokens.dtype)
-        mask.masked_fill_(~seen, torch.finfo(tokens.dtype).min)
         turns = None if model.rotary_emb is None else model.rotary_emb(tokens, position_ids=places)
         x: torch.Tensor = self._layer(
             tokens,
             states.to(tokens.dtype),
             position_embeddings=turns,
-            attention_mask=mask,
+            attention_mask=additive(~seen, tokens.dtype),
             position_ids=places,
             **{self._cache_argument: cache},
         )
@@ -80,14 +81,6 @@ class MtpHead(StateReader):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._model._project_to_logits(x)
         return out
-
-
-def _name_layers(config: Any) -> None:
-    """What Qwen's configurations call the layers, as transformers reads it."""
-    count = getattr(config, "mtp_num_hidden_layers", None)
-    if count and not getattr(config, "num_mtp_layers", None):
-        config.num_mtp_layers = count
-        config.mtp_layer_types = ["full_attention"] * count
 
 
 def _loaded(model: Any) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,21 @@ from forerun.runtime.support import context_limit, end_of_text
 from forerun.runtime.trees import Parents, trees_of
 
 TOGETHER = 32  # padded tokens per row that a pass may waste
+
+
+Pick = Callable[[torch.Tensor], torch.Tensor]
+"""Of `(rows, width, ...)` to `(rows, wanted, ...)`."""
+
+
+class PaddedPass(NamedTuple):
+    """What is fed to rows at once."""
+
+    rows: list[int]
+    starts: Sequence[int]  # per row the tokens it holds
+    ids: torch.Tensor  # `(rows, width)` what follows
+    columns: int  # of the cache that attention sees
+    tree: torch.Tensor | None  # as by `trees_of`; None: tokens follow each other
+    pick: Pick
 
 
 class PaddedExecutor(CachedExecutor):
@@ -60,50 +75,39 @@ class PaddedExecutor(CachedExecutor):
         padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
         ids = torch.tensor(padded, device=self.device)
         tree = trees_of(starts, counts, parents, width).to(self.device) if any(parents) else None
-        with self._picked(counts, wanted):
-            logits = self._forward(rows, starts, ids, columns, tree)
+        logits = self._forward(PaddedPass(rows, starts, ids, columns, tree, picker(counts, wanted)))
         if self.device.type == "cuda":  # the caller reads the result at once anyway
             torch.cuda.synchronize(self.device)
         return logits
 
     @abstractmethod
-    def _forward(
-        self,
-        rows: list[int],
-        starts: Sequence[int],
-        ids: torch.Tensor,
-        columns: int,
-        tree: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Logits of what the head is let see.
+    def _forward(self, now: PaddedPass) -> torch.Tensor:
+        """`(rows, wanted, V)` logits of what the pass picks."""
 
-        Args:
-            rows: which they are.
-            starts: per row the tokens it holds.
-            ids: `(rows, width)` what follows.
-            columns: of the cache that attention sees.
-            tree: as by `trees_of`; None: tokens follow each other.
-        """
 
-    @contextmanager
-    def _picked(self, counts: Sequence[int], wanted: Sequence[int]) -> Iterator[None]:
-        """Let the head see the wanted columns alone."""
-        most = max(wanted)
-        skipped = [count - n for count, n in zip(counts, wanted, strict=True)]
+@contextmanager
+def seeing(head: Any, pick: Pick) -> Iterator[None]:
+    """Let a module see what is picked alone."""
+    handle = head.register_forward_pre_hook(lambda _, args: (pick(args[0]), *args[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
 
-        def pick(_module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            hidden = args[0]
-            if min(skipped) == max(skipped):
-                return (hidden[:, skipped[0] : skipped[0] + most], *args[1:])
-            at = torch.tensor(skipped, device=hidden.device)[:, None]
-            at = (at + torch.arange(most, device=hidden.device)).clamp_(max=hidden.shape[1] - 1)
-            return (hidden[torch.arange(len(at), device=hidden.device)[:, None], at], *args[1:])
 
-        handle = self.model.get_output_embeddings().register_forward_pre_hook(pick)
-        try:
-            yield
-        finally:
-            handle.remove()
+def picker(counts: Sequence[int], wanted: Sequence[int]) -> Pick:
+    """Takes of padded rows of so many tokens the last ones that are wanted."""
+    most = max(wanted)
+    skipped = [count - n for count, n in zip(counts, wanted, strict=True)]
+
+    def pick(hidden: torch.Tensor) -> torch.Tensor:
+        if min(skipped) == max(skipped):
+            return hidden[:, skipped[0] : skipped[0] + most]
+        at = torch.tensor(skipped, device=hidden.device)[:, None]
+        at = (at + torch.arange(most, device=hidden.device)).clamp_(max=hidden.shape[1] - 1)
+        return hidden[torch.arange(len(at), device=hidden.device)[:, None], at]
+
+    return pick
 
 
 def facts_of(model: Any) -> Facts:

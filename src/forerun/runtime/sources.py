@@ -87,13 +87,8 @@ class CrossAttention:
         `(sources, heads, columns, width)`; columns beyond a source mean nothing."""
         for states in self.encoder.read(sources, again=self._shares):
             x = states.values
-            yield (
-                states,
-                [
-                    (_by_head(key(x), width), _by_head(value(x), width))
-                    for key, value, width in self.layers
-                ],
-            )
+            made = [(_by_head(k(x), width), _by_head(v(x), width)) for k, v, width in self.layers]
+            yield states, made
 
 
 def _by_head(states: torch.Tensor, width: int) -> torch.Tensor:
@@ -102,7 +97,6 @@ def _by_head(states: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def layers_of(decoder: Any) -> Any:
-    """Its layers."""
     return decoder.block if hasattr(decoder, "block") else decoder.layers
 
 

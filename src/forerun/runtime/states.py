@@ -82,8 +82,7 @@ class States:
 
 def check_depths(depths: Sequence[int], layers: int) -> tuple[int, ...]:
     """The depths, if they rise and each is in 1…`layers`; else raises `SettingError`."""
-    good = list(depths) == sorted(set(depths)) and depths and 1 <= depths[0] <= depths[-1] <= layers
-    if not good:
+    if not depths or list(depths) != sorted({*depths} & {*range(1, layers + 1)}):
         raise SettingError(
             f"depths must rise from 1 to at most the target's {layers} layers, got "
             f"{', '.join(map(str, depths)) or 'none'}"
@@ -110,19 +109,17 @@ class Taps:
     def __init__(self, model: Any, depths: Sequence[int]) -> None:
         layers = decoder_layers(model)
         self._layers = [layers[depth - 1] for depth in check_depths(depths, len(layers))]
-        self._seen: dict[int, torch.Tensor] = {}
+        self._seen: list[torch.Tensor] = []
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """For one pass alone: the model may also be used by others."""
+        self._seen = []
 
-        def hook(place: int) -> Any:
-            def note(_module: Any, _inputs: Any, output: Any) -> None:
-                self._seen[place] = output[0] if isinstance(output, tuple) else output
+        def note(_module: Any, _inputs: Any, output: Any) -> None:
+            self._seen.append(output[0] if isinstance(output, tuple) else output)
 
-            return note
-
-        hooks = [layer.register_forward_hook(hook(i)) for i, layer in enumerate(self._layers)]
+        hooks = [layer.register_forward_hook(note) for layer in self._layers]
         try:
             yield
         finally:
@@ -131,5 +128,5 @@ class Taps:
 
     def read(self) -> torch.Tensor:
         """`(rows, width, depths × H)` states of the pass that was open last, a copy."""
-        seen, self._seen = self._seen, {}
-        return torch.cat([seen[i] for i in range(len(self._layers))], -1)
+        seen, self._seen = self._seen, []
+        return torch.cat(seen, -1)

@@ -11,7 +11,7 @@ import torch
 from forerun.runtime.attention import Mask, additive_mask, folding, groups_of, mask_of, windows_of
 from forerun.runtime.base import Pieces, Rows
 from forerun.runtime.cache import RowCache, cache_argument
-from forerun.runtime.padded import PaddedExecutor, facts_of
+from forerun.runtime.padded import PaddedExecutor, PaddedPass, facts_of, seeing
 from forerun.runtime.probe import prove
 from forerun.runtime.states import States, Taps
 from forerun.runtime.support import PROVEN, check_supported
@@ -67,22 +67,19 @@ class TorchExecutor(PaddedExecutor):
             self.states.note(row, start, states[: len(piece)])
         return logits
 
-    def _forward(
-        self,
-        rows: list[int],
-        starts: Sequence[int],
-        ids: torch.Tensor,
-        columns: int,
-        tree: torch.Tensor | None,
-    ) -> torch.Tensor:
-        width = ids.shape[1]
-        places = self._positions(starts, width)
-        if tree is not None:
-            places = tree[0].clamp(max=self.facts.limit - 1)
+    def _forward(self, now: PaddedPass) -> torch.Tensor:
+        width = now.ids.shape[1]
+        places = self._positions(now.starts, width)
+        if now.tree is not None:
+            places = now.tree[0].clamp(max=self.facts.limit - 1)
+        mask = self._mask(now.starts, width, now.columns, now.tree)
         # One token a row takes up to a tenth longer folded, more take as little as half as long.
         folds = self._groups > 1 and 1 < width <= FOLDED_WIDTH
-        with folding(self.model, self._groups) if folds else nullcontext():
-            return self._logits(ids, places, self._mask(starts, width, columns, tree))
+        with (
+            folding(self.model, self._groups) if folds else nullcontext(),
+            seeing(self.model.get_output_embeddings(), now.pick),
+        ):
+            return self._logits(now.ids, places, mask)
 
     def _logits(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
         """Of `(n, width)` tokens at positions."""
