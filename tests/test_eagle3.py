@@ -18,8 +18,7 @@ from forerun.errors import ModelError, SettingError
 from forerun.model import Model, drafter_spec
 from forerun.runtime import Rows, torch_rows
 from forerun.testing import ScriptedModel
-from forerun.training.eagle import unrolled
-from forerun.training.eagle3 import Eagle3Trainer, begin_linear
+from forerun.training.eagle import Eagle3Trainer, begin_linear, unrolled
 from forerun.training.fit import Document
 from forerun.training.settings import TrainingSettings
 from test_eagle import written

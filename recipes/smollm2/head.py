@@ -26,13 +26,13 @@ from forerun.runtime.eagle3 import Eagle3Head, save_head
 from forerun.training.eagle import (
     WEIGHT,
     begun,
+    begun3,
     goals_of,
     loss_of,
     optimizers,
     rounds_of,
     unrolled,
 )
-from forerun.training.eagle3 import begun3
 from recipes.smollm2 import teacher as teachers
 from recipes.smollm2.teacher import (
     DEPTHS,

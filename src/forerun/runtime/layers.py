@@ -97,7 +97,8 @@ class LayerAccess:
         positions: torch.Tensor,
         cache: Any = None,
     ) -> torch.Tensor:
-        """Take hidden states `(n, width, H)` from depth `first` to depth `last`, which are returned.
+        """Take hidden states `(n, width, H)` from depth `first` to depth `last`, which are
+        returned.
 
         Args:
             hidden: at depth `first`.
@@ -136,7 +137,8 @@ class LayerAccess:
 
     def logits(self, hidden: torch.Tensor, rows: Unembedding | None = None) -> torch.Tensor:
         """Final norm and unembedding of `(..., H)`: `(..., V)` logits, the model's own at depth
-        `layers`, the logit lens at any other; of the tokens of `unembedding_of` only, with `rows`."""
+        `layers`, the logit lens at any other; of the tokens of `unembedding_of` only, with
+        `rows`."""
         return self.unembed(self.norm(hidden), rows)
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:

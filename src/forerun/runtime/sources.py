@@ -97,6 +97,7 @@ def _by_head(states: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def layers_of(decoder: Any) -> Any:
+    """Its layers."""
     return decoder.block if hasattr(decoder, "block") else decoder.layers
 
 

@@ -1,4 +1,5 @@
-"""Training of heads over the target's states, through as many steps as a draft has.
+"""Training of heads over the target's states, through as many steps as a draft has; those of
+EAGLE-3 are written as `speculators` lays them out.
 
 They learn the target's distribution over their own vocabulary and the target's best token, at the
 places of what the target wrote; steps after the first read the head's own outputs, as in use.
@@ -8,14 +9,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from math import gcd
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from forerun.runtime.drafts import Tensors, rounded
-from forerun.runtime.eagle import EagleHead, StateHead
+from forerun.runtime.drafts import About, Tensors, rounded
+from forerun.runtime.eagle import HEAD, EagleHead, HeadForm, StateHead, rms
+from forerun.runtime.eagle3 import Eagle3Head, save_head
 from forerun.runtime.layers import LayerAccess
+from forerun.runtime.packing import dense
 from forerun.runtime.states import check_depths
 from forerun.training.fit import (
     Document,
@@ -40,6 +45,13 @@ ROWS = 4
 """Texts that run together."""
 MATRIX_RATE = 0.02
 """Peak learning rate of the matrices, by Muon; the settings' is that of the table and the norms."""
+
+FLAGS = frozenset({"fc_norm", "norm_before_residual"})
+"""The variant: what the layer reads and adds to keeps its size, within a draft, too."""
+SAMPLE = 128
+"""Texts that a linear map is fitted to, and"""
+RIDGE = 1e-3
+"""what is added to the squares of what it reads, in their mean."""
 
 
 class HeadTrainer(StatesTraining):
@@ -148,6 +160,32 @@ class EagleTrainer(HeadTrainer):
         return rounded(self.own)
 
 
+class Eagle3Trainer(HeadTrainer):
+    """A head of EAGLE-3 in training."""
+
+    head: Eagle3Head
+
+    @torch.no_grad()
+    def _begun(
+        self, tokens: torch.Tensor | None, texts: Sequence[Document]
+    ) -> Mapping[str, torch.nn.Parameter]:
+        assert tokens is not None
+        table = dense(self._access.model.get_input_embeddings().weight).detach()
+        self.head = begun3(self._access, table, tokens, len(self.depths))
+        begin_linear(self.head, [
+            (torch.tensor(text.ids[1:], device=table.device),
+             self.head.fused(known, len(self.depths)))
+            for part in self._batches(texts[:SAMPLE])
+            for text, known in zip(part, self._known(part), strict=True)
+        ])  # fmt: skip
+        return dict(self.head.named_parameters())
+
+    def _write(self, folder: Path, about: About) -> None:
+        assert self.vocabulary is not None
+        trained = {"target": about.target, **about.trained}
+        save_head(folder, self.head, self.vocabulary, self.depths, trained)
+
+
 def optimizers(own: Mapping[str, torch.nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
     """Of a head's parameters: Muon for matrices, AdamW at `rate` for tables and norms."""
     tables = ("embedding.weight", "unembedding.weight")
@@ -162,17 +200,11 @@ def optimizers(own: Mapping[str, torch.nn.Parameter], rate: float) -> list[torch
 def unrolled(
     head: StateHead, ids: torch.Tensor, states: torch.Tensor, depths: int, steps: int = STEPS
 ) -> list[torch.Tensor]:
-    """`(n, tokens, D)` outputs of each step, at every place at once.
+    """`(n, tokens, D)` outputs of each step, at every place at once, from `(n, tokens)` ids in the
+    head's vocabulary and `(n, tokens, depths × H)` states of the target.
 
     At place i, step s (from 0) has read the target's states up to place i − s − 1 and its own
     outputs of the steps before from there on, as the s-th token of a draft does.
-
-    Args:
-        head: whose queries have keys of their own.
-        ids: `(n, tokens)` in the head's vocabulary.
-        states: `(n, tokens, depths × H)` of the target.
-        depths: how many.
-        steps: ≥ 1.
     """
     places = torch.arange(head.first, ids.shape[1], device=ids.device)
     before = _shifted(head.fused(states, depths))[:, head.first :]
@@ -203,17 +235,9 @@ def unrolled(
 def goals_of(
     logits: torch.Tensor, tokens: torch.Tensor, index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a head is to say where the target says `(n, V')` logits.
-
-    Args:
-        logits: of the target.
-        tokens: `(V,)` the head's vocabulary.
-        index: `(V',)` places of tokens in it, −1 of those that are not.
-
-    Returns:
-        `(n, V)` shares, which sum to 1 less those of tokens outside the vocabulary, and `(n,)`
-        places of the target's best tokens, −1 for one outside.
-    """
+    """What a head is to say where the target says `(n, V')` logits: `(n, V)` shares, which sum to 1
+    less those of tokens outside its vocabulary `(V,)`, and `(n,)` places of the target's best
+    tokens in it by `index` `(V',)`, −1 for one outside."""
     best = index[logits.argmax(-1)]
     goals = SOFT * logits.float().softmax(-1)[:, tokens]
     hard = (1 - SOFT) * (best >= 0).to(goals.dtype)
@@ -272,3 +296,43 @@ def normed_identity(access: LayerAccess) -> torch.Tensor:
     like, hidden = access.unembedding, access.width
     scale = access.norm(torch.eye(hidden, dtype=like.dtype, device=like.device) * hidden**0.5)
     return (scale.float() * hidden**-0.5).diag().diag()
+
+
+@torch.no_grad()
+def begun3(
+    access: LayerAccess, table: torch.Tensor, tokens: torch.Tensor, depths: int
+) -> Eagle3Head:
+    """A head of EAGLE-3 that says what the target's last states do, but for what is small and
+    random; its embeddings are `table` `(V', H)`, its vocabulary `tokens` `(V,)`."""
+    hidden = access.width
+    width = gcd(hidden, HEAD)
+    rates = tuple(1e4 ** (-2 * i / width) for i in range(width // 2))
+    form = HeadForm(hidden, 8 * hidden // 3, hidden // width, hidden // width, width, rates=rates)
+    head = Eagle3Head(form, FLAGS, table, len(tokens), depths * hidden).to(tokens.device)
+    head.unembedding.weight.copy_(access.unembedding[tokens])
+    spread_out(head, {"qkv": 0.7, "gate_up": 0.7, "out": 0.3, "down": 0.3, "fuse": 0.2})
+    head.fuse.weight[:, -hidden:] += normed_identity(access)
+    return head
+
+
+@torch.no_grad()
+def begin_linear(head: Eagle3Head, texts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Let a head of `begun3` begin as the linear map of a token and the state before it that comes
+    closest to the target's next state, by least squares over texts: of each `(n − 1,)` ids from the
+    second on, and `(n, D)` states, fused.
+
+    Queries and keys are both the token's embedding, turned, so that a place attends to itself;
+    values and what follows them are two factors of the map.
+    """
+    width = head.width
+    read = torch.cat([head.entered(ids, states[:-1])[1] for ids, states in texts])
+    goal, before = torch.cat([states[1:] for _, states in texts]), read[:, width:]
+    squares = read.T @ read
+    squares.diagonal().add_(RIDGE * squares.diagonal().mean())
+    linear = torch.linalg.solve(squares, read.T @ (head.state_norm(goal) - before))
+    left, sizes, right = torch.linalg.svd(linear.T, full_matrices=False)
+    turned = F.pad(torch.linalg.qr(torch.randn(width, width)).Q.to(left), (0, width))
+    head.out.weight.copy_(left * sizes.sqrt())
+    head.qkv.weight.copy_(torch.cat([turned, turned, sizes.sqrt()[:, None] * right]))
+    guess = rms(before + read @ linear)
+    head.norm.weight.fill_(float((guess * goal).sum() / guess.square().sum()))

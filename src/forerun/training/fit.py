@@ -37,10 +37,8 @@ class Document(NamedTuple):
     """A text to learn from."""
 
     ids: list[int]
-    start: int = 0
-    """The first position whose prediction counts: 0, or the last token of a prompt."""
-    family: str = ""
-    """The kind of prompt it is an answer to, for figures."""
+    start: int = 0  # first position whose prediction counts: 0, or the last token of a prompt
+    family: str = ""  # the kind of prompt it is an answer to, for figures
 
 
 T = TypeVar("T")
@@ -197,11 +195,8 @@ class Training(ABC, Generic[T]):
         how["layers"] = list(how["layers"])
         # A draft that has begun on one choice of tokens means nothing on another.
         ids = "" if self.vocabulary is None else str(self.vocabulary.tolist())
-        return {
-            "target": self.identity,
-            "tokens": hashlib.sha256(ids.encode()).hexdigest()[:16],
-            **how,
-        }
+        digest = hashlib.sha256(ids.encode()).hexdigest()[:16]
+        return {"target": self.identity, "tokens": digest, **how}
 
     def export(self, folder: Path, texts: int, measured: dict[str, Any]) -> About:
         """Write the draft as it is, with what was measured of it."""
@@ -231,12 +226,8 @@ class Training(ABC, Generic[T]):
 
 
 class TargetStates:
-    """What a frozen target leaves of texts at some depths; kept while there is `ROOM`.
-
-    Args:
-        model: decoder-only.
-        depths: as of `forerun.runtime.states.States`.
-    """
+    """What a frozen decoder-only target leaves of texts at some depths (`States`); kept while there
+    is `ROOM`."""
 
     def __init__(self, model: Any, depths: Sequence[int]) -> None:
         self._model, self._taps, self._count = model, Taps(model, depths), len(depths)
@@ -328,12 +319,8 @@ class StatesTraining(Training[Document]):
 
 
 def trainer(target: Rows, settings: TrainingSettings, texts: Sequence[Any]) -> Training[Any]:
-    """A draft of the kind of the settings, as it begins.
-
-    Raises:
-        SettingError: settings that the target does not allow.
-        UnsupportedModelError: a target that a draft of this kind cannot be made for.
-    """
+    """A draft of the kind of the settings, as it begins; `SettingError` if the target does not
+    allow these, `UnsupportedModelError` if no such draft can be made for it."""
     module, name = TRAINERS[settings.kind].split(":")
     made: Training[Any] = getattr(import_module(f"forerun.training.{module}"), name)(
         target, settings, texts
@@ -342,12 +329,8 @@ def trainer(target: Rows, settings: TrainingSettings, texts: Sequence[Any]) -> T
 
 
 def layers_of_target(target: Rows, kind: str) -> LayerAccess:
-    """The layers of a decoder-only target.
-
-    Raises:
-        SettingError: it has an encoder, or no Hugging Face model is behind it.
-        UnsupportedModelError: its layers cannot be called one by one.
-    """
+    """The layers of a decoder-only target; `SettingError` if it has an encoder or is no Hugging
+    Face model, `UnsupportedModelError` if they cannot be called one by one."""
     model = target.executor.module()
     if model is None or target.facts.source_limit is not None:
         raise SettingError(

@@ -31,10 +31,8 @@ class TextPair:
     """A source and what the target's decoder says or shall say of it, as token ids."""
 
     source: list[int]
-    opening: list[int]
-    """What the decoder begins with."""
-    output: list[int]
-    """Its text, with the end."""
+    opening: list[int]  # what the decoder begins with
+    output: list[int]  # its text, with the end
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,10 @@ class _Batch:
     """Texts side by side, `(rows, width)` each; padded on the right."""
 
     states: BaseModelOutput
-    read: torch.Tensor
-    """`(rows, source)` 1 for a token of the source."""
-    fed: torch.Tensor
-    """What the decoder is fed: opening and output but its last token."""
-    taught: torch.Tensor
-    """`(rows, width, V)` the target's log-probabilities after each."""
-    scored: torch.Tensor
-    """Whether what follows is part of the output."""
+    read: torch.Tensor  # `(rows, source)` 1 for a token of the source
+    fed: torch.Tensor  # what the decoder is fed: opening and output but its last token
+    taught: torch.Tensor  # `(rows, width, V)` the target's log-probabilities after each
+    scored: torch.Tensor  # whether what follows is part of the output
     lengths: list[int]
 
 
@@ -81,7 +75,12 @@ class GraftTrainer(Training[TextPair]):
 
     def _losses(self, texts: Sequence[TextPair], rng: random.Random) -> Iterator[torch.Tensor]:
         self.draft.get_decoder().train()  # all else is the target's
-        yield self._loss(self._batch(texts), rng)
+        batch = self._batch(texts)
+        if self._block == 1:
+            logits, taught, scored = self._say(batch, batch.fed), batch.taught, batch.scored
+        else:
+            logits, taught, scored = self._blocks(batch, self._anchors(batch, rng))
+        yield divergence(logits[scored], taught[scored])
 
     @torch.no_grad()
     def _batch(self, texts: Sequence[TextPair]) -> _Batch:
@@ -101,22 +100,13 @@ class GraftTrainer(Training[TextPair]):
         taught = logits.float().log_softmax(-1)
         return _Batch(known, read, ids, taught, there.to(device), list(map(len, fed)))
 
-    def _loss(self, batch: _Batch, rng: random.Random) -> torch.Tensor:
-        if self._block == 1:
-            logits = self._say(batch, batch.fed, None)
-            return divergence(logits[batch.scored], batch.taught[batch.scored])
-        starts = self._anchors(batch, rng)
-        logits, taught, scored = self._blocks(batch, starts)
-        return divergence(logits[scored], taught[scored])
-
     def _anchors(self, batch: _Batch, rng: random.Random) -> list[list[int]]:
         """Per text the places behind which blocks are learned."""
-        out = []
-        for row, length in enumerate(batch.lengths):
-            first = length - int(batch.scored[row].sum())
-            places = range(first, length)
-            out.append([rng.choice(places) for _ in range(self.settings.anchors)])
-        return out
+        firsts = [n - int(batch.scored[row].sum()) for row, n in enumerate(batch.lengths)]
+        return [
+            [rng.choice(range(first, length)) for _ in range(self.settings.anchors)]
+            for first, length in zip(firsts, batch.lengths, strict=True)
+        ]
 
     def _blocks(
         self, batch: _Batch, starts: Sequence[Sequence[int]]
@@ -141,26 +131,19 @@ class GraftTrainer(Training[TextPair]):
         text = (group < 0)[None, None] & (places[:, None] <= upto[:, :, None])
         same = (group[:, None] == group[None])[None] & (group >= 0)[None, None]
         seen = text | (same & (places[:, None] <= places[:, :, None]))
-        logits = self._say(batch, torch.cat([batch.fed, asked], 1), (places, ~seen))
+        logits = self._say(batch, torch.cat([batch.fed, asked], 1), places, ~seen)
         inside = behind < torch.tensor(batch.lengths, device=device)[:, None]
         index = behind.clamp(max=width - 1)
         taught = batch.taught.gather(1, index[:, :, None].expand(-1, -1, self._vocab))
-        return (
-            logits,
-            torch.cat([batch.taught, taught], 1),
-            torch.cat([batch.scored, inside], 1),
-        )
+        scored = torch.cat([batch.scored, inside], 1)
+        return logits, torch.cat([batch.taught, taught], 1), scored
 
     def _say(
-        self,
-        batch: _Batch,
-        ids: torch.Tensor,
-        layout: tuple[torch.Tensor, torch.Tensor] | None,
+        self, batch: _Batch, ids: torch.Tensor, places: Any = None, hidden: Any = None
     ) -> torch.Tensor:
-        """`(rows, width, V)` logits of the draft; `layout` is places and what is hidden."""
+        """`(rows, width, V)` logits of the draft, of tokens at places that do not see all."""
         placed: AbstractContextManager[Any] = nullcontext(None)
-        if layout is not None:
-            places, hidden = layout
+        if places is not None:
             placed = self._placement.placed(places, places, hidden)
         with placed as mask:
             return self.draft(
@@ -176,7 +159,7 @@ class GraftTrainer(Training[TextPair]):
         batch = self._batch(texts)
         best = batch.taught.argmax(-1)
         if self._block == 1:
-            same = self._say(batch, batch.fed, None).argmax(-1) == best
+            same = self._say(batch, batch.fed).argmax(-1) == best
             return same[batch.scored][:, None]
         anchors = self._anchors(batch, random.Random(len(texts)))
         top, width = self._blocks(batch, anchors)[0].argmax(-1), batch.fed.shape[1]

@@ -15,7 +15,7 @@ TRAINERS = {
     "medusa": "heads:MedusaTrainer",
     "exits": "heads:ExitTrainer",
     "eagle": "eagle:EagleTrainer",
-    "eagle3": "eagle3:Eagle3Trainer",
+    "eagle3": "eagle:Eagle3Trainer",
 }
 """Kinds of drafts, and who trains each."""
 DEFAULTS: dict[str, dict[str, Any]] = {
