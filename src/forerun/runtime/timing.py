@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -59,16 +59,10 @@ class Times:
         return _by_rows(target), _by_rows(self.draft)
 
     @cached_property
-    def _derived(self) -> dict[tuple[int, float], float]:
-        """What `target_seconds` has said: it is asked 40 times after a round."""
-        return {}
-
-    def target_seconds(self, rows: int, width: float) -> float:
-        """Of a pass of the target of so many tokens a row."""
-        seconds = self._derived.get((rows, width))
-        if seconds is None:
-            seconds = self._derived[rows, width] = _seconds(self._sizes[0], rows, width)
-        return seconds
+    def target_seconds(self) -> Callable[[int, float], float]:
+        """Of a pass of the target of so many rows, and tokens a row; asked 40 times after a
+        round."""
+        return cache(partial(_seconds, self._sizes[0]))
 
     def draft_seconds(self, rows: int) -> float:
         """Of a step of the draft, where it was timed."""

@@ -51,15 +51,11 @@ class Attention:
 
     query_heads: int
     key_heads: int
-    key_size: int
-    """Width of a query's or key's head."""
+    key_size: int  # width of a query's or key's head
     value_size: int
-    scale: float
-    """What products of queries and keys are multiplied by."""
-    window: int
-    """Tokens a query sees, itself among them; 0: all before it."""
-    source: bool = False
-    """Whether it is to the tokens of the row's source, whose keys and values are given."""
+    scale: float  # what products of queries and keys are multiplied by
+    window: int  # tokens a query sees, itself among them; 0: all before it
+    source: bool = False  # whether it is to the row's source, whose keys and values are given
 
 
 def _paged(
@@ -114,17 +110,14 @@ class _Flat(torch.nn.Module):
 
 
 def export(model: Any) -> ov.Model:
-    """Turn a model into a graph with placeholders where its attention is.
+    """Turn a model into a graph of inputs `INPUTS` and output `logits`, with placeholders where its
+    attention is; `attentions` reads what these stand for.
 
     Args:
         model: a Hugging Face model on the CPU in fp32, or in 16 bits that are widened where they
             are read. Of one with an encoder the graph is the decoder; where it attends to the
             source, keys and values are left open. The graph reads the model's memory, and may
             not outlive it.
-
-    Returns:
-        A graph of inputs `INPUTS` and output `logits`; `attentions` reads what its placeholders
-        stand for.
 
     Raises:
         UnsupportedModelError: its attention is of a kind the node does not have, does not go
@@ -194,13 +187,8 @@ def attentions(graph: ov.Model) -> list[Attention]:
 def convert(
     module: torch.nn.Module, example: tuple[torch.Tensor, ...], calls: list[Attention]
 ) -> ov.Model:
-    """Trace a module and convert it.
-
-    Args:
-        module: it calls `torch.ops.forerun.paged` where attention is, and notes each in `calls`.
-        example: its arguments.
-        calls: filled while it is traced.
-    """
+    """Trace a module on arguments like these and convert it. It calls `torch.ops.forerun.paged`
+    where attention is, and notes each in `calls` meanwhile."""
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tracing: what is constant here is meant to be
         traced = torch.jit.trace(module, example, check_trace=False)
@@ -223,22 +211,19 @@ def name(graph: ov.Model, inputs: Sequence[str], output: str, calls: list[Attent
 @contextmanager
 def halved(model: Any) -> Iterator[Any]:
     """Hold weights in float32 that are bfloat16 numbers, as most checkpoints' are, in 16 bits until
-    the end of the block.
-
-    Yields:
-        What owns the memory that graphs read which are made of the model meanwhile.
-    """
-    wide: list[tuple[torch.Tensor, torch.Tensor]] = []
-    narrow: list[torch.Tensor] = []
-    for weight in model.parameters():
-        if weight.dtype != torch.float32 or weight.dim() < 2:
-            continue
-        if not (weight.detach().view(torch.int32) & 0xFFFF).any():
-            wide.append((weight, weight.data))
-            weight.data = weight.data.bfloat16()
-            narrow.append(weight.data)
+    the end of the block. Yields what owns the memory that graphs read which are made of the model
+    meanwhile."""
+    wide = [
+        (weight, weight.data)
+        for weight in model.parameters()
+        if weight.dtype == torch.float32
+        and weight.dim() > 1
+        and not (weight.detach().view(torch.int32) & 0xFFFF).any()
+    ]
+    for weight, data in wide:
+        weight.data = data.bfloat16()
     try:
-        yield model, narrow
+        yield model, [weight.data for weight, _ in wide]
     finally:
         for weight, data in wide:
             weight.data = data

@@ -18,19 +18,14 @@ LARGEST_RESERVE = 1 << 30
 
 
 class Blocks:
-    """A free list and a table of blocks per row.
+    """A free list and a table per row of blocks of `size` tokens.
 
     A row keeps its blocks when it is rolled back: it is about to need them again. They are given
     back when the row leaves.
-
-    Args:
-        size: tokens per block.
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self.total = 0
-        """Blocks there are."""
+        self.size, self.total = size, 0
         self.tables: list[list[int]] = []
         self._free: list[int] = []
 
@@ -52,13 +47,10 @@ class Blocks:
         return need - len(self._free)
 
     def cover(self, ends: Sequence[int]) -> bool:
-        """Give each row blocks for `ends` tokens; whether any table changed.
-
-        Rows that are new get a table; there must be enough free blocks.
-        """
+        """Give each row blocks for `ends` tokens, of which enough must be free, and rows that are
+        new a table; whether any changed."""
         changed = len(ends) > len(self.tables)
-        while len(ends) > len(self.tables):
-            self.tables.append([])
+        self.tables += [[] for _ in ends[len(self.tables) :]]
         for table, end in zip(self.tables, ends, strict=False):
             while len(table) * self.size < end:
                 table.append(self._free.pop())
@@ -66,10 +58,8 @@ class Blocks:
         return changed
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; the blocks of the others are free.
-
-        Of a row that is kept twice, the first has its blocks and the others have none.
-        """
+        """Keep these rows, in this order; the blocks of the others are free. Of a row that is kept
+        twice, the first has its blocks and the others have none."""
         left = dict(enumerate(self.tables))
         self.tables = [left.pop(row, []) for row in rows]
         for table in left.values():
@@ -140,11 +130,8 @@ class Pool:
         return tuple(out)
 
     def write(self, row: int, first: int, states: Sequence[torch.Tensor]) -> bool:
-        """Let a row have `(heads, tokens, bytes)` per tensor from its token `first` on.
-
-        Returns:
-            Whether any row has new blocks.
-        """
+        """Let a row have `(heads, tokens, bytes)` per tensor from its token `first` on; whether any
+        row has new blocks."""
         rows, last = max(row + 1, len(self.tables)), first + states[0].shape[1]
         changed = self.cover([last if at == row else 0 for at in range(rows)])
         places = np.arange(first, last)
@@ -162,23 +149,14 @@ class Pool:
             pool[table[b], :, j] = pool[table[a], :, i]
 
     def grow(self, blocks: int) -> None:
-        """Have at least so many blocks; contents are kept.
-
-        Raises:
-            ModelError: there is no memory for them.
-        """
+        """Have at least so many blocks; contents are kept. `ModelError` without memory for them."""
         if blocks <= self.blocks.total:
             return
+        tensors = []
         try:
-            tensors = [
-                ov.Tensor(
-                    port.get_element_type(),
-                    ov.Shape(
-                        [blocks, *(d.get_length() for d in list(port.get_partial_shape())[1:])]
-                    ),
-                )
-                for port in self._ports
-            ]
+            for port in self._ports:
+                sizes = [size.get_length() for size in list(port.get_partial_shape())[1:]]
+                tensors.append(ov.Tensor(port.get_element_type(), ov.Shape([blocks, *sizes])))
         except (RuntimeError, MemoryError) as error:
             raise ModelError(
                 f"no memory for a cache of {blocks * BLOCK} tokens; use a smaller batch"

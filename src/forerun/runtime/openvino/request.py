@@ -18,12 +18,8 @@ _WIDE = {"input_ids", "position_ids", "wanted"}  # inputs of int64
 
 
 class InferRequest:
-    """An infer request of a compiled graph.
-
-    Args:
-        compiled: of the inputs of `export.INPUTS` and `nodes.ROWS`, and an output `(n, V)`.
-        vocab_size: V.
-    """
+    """An infer request of a compiled graph of the inputs of `export.INPUTS` and `nodes.ROWS`, and
+    an output `(n, V)`."""
 
     def __init__(self, compiled: ov.CompiledModel, vocab_size: int) -> None:
         self._request = compiled.create_infer_request()
@@ -72,7 +68,13 @@ class InferRequest:
 
     def output(self, size: int) -> NDArray[np.float32]:
         """The buffer of `(size, V)` logits, bound; the next pass overwrites it."""
-        held = self._outputs.get(size) or self._cut(size)
+        held = self._outputs.get(size)
+        if held is None:
+            if size > len(self._logits):
+                self._logits = np.empty((size, self._logits.shape[1]), np.float32)
+                self._outputs.clear()
+            array = self._logits[:size]
+            held = self._outputs[size] = array, ov.Tensor(array, shared_memory=True)
         if self._bound.get("logits") is not held:
             self._request.set_output_tensor(0, held[1])
             self._bound["logits"] = held
@@ -91,12 +93,4 @@ class InferRequest:
         held = view, ov.Tensor(shaped, shared_memory=True)
         if size <= LARGEST_BUFFER:
             self._buffers[name, size] = held
-        return held
-
-    def _cut(self, size: int) -> tuple[NDArray[np.float32], ov.Tensor]:
-        if size > len(self._logits):
-            self._logits = np.empty((size, self._logits.shape[1]), np.float32)
-            self._outputs.clear()
-        array = self._logits[:size]
-        held = self._outputs[size] = array, ov.Tensor(array, shared_memory=True)
         return held

@@ -77,20 +77,17 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
         first = len(self._lengths)
         self._lengths.extend(map(len, sources))
         last = [torch.empty(0)] * len(sources)
+        kind = torch.bfloat16 if self.facts.precision == "bfloat16" else torch.float32
         for states, pairs in read:
             for at, (place, length) in enumerate(zip(states.places, states.lengths, strict=True)):
                 own = [states[at, :, :length] for pair in pairs for states in pair]
-                self.sources.write(first + place, 0, [self._bytes(x) for x in own])
+                self.sources.write(
+                    first + place, 0, [x.to(kind).contiguous().view(torch.uint8) for x in own]
+                )
                 last[place] = torch.cat([x[:, -1].reshape(-1) for x in own])
         new = torch.stack(last).numpy()
         self._last = np.concatenate((self._last, new)) if first else new
         self._version += 1
-
-    def _bytes(self, states: torch.Tensor) -> torch.Tensor:
-        """As they lie in the pool."""
-        reduced = self.facts.precision == "bfloat16"
-        kind = torch.bfloat16 if reduced else torch.float32
-        return states.to(kind).contiguous().view(torch.uint8)
 
     def _tell(self, request: InferRequest, rows: list[int]) -> None:
         """Say which source each token sees, by its row."""

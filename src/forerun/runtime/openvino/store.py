@@ -42,10 +42,8 @@ class Stored:
 
     graph: ov.Model
     facts: Facts
-    reference: Logits | None
-    """None: of what no torch model was made from; it is compared with itself."""
-    memory: Any = None
-    """What owns the memory of the graph's weights; None: the graph does."""
+    reference: Logits | None  # None: made from no torch model, so it is compared with itself
+    memory: Any = None  # what owns the memory of the graph's weights; None: the graph does
 
 
 def folder() -> Path:
@@ -54,12 +52,8 @@ def folder() -> Path:
 
 
 def key(weights: str, form: str) -> str:
-    """The name of an entry.
-
-    Args:
-        weights: hash of weights and configuration (`of_model`, `of_files`).
-        form: of the weights: "f32", "int8" or "as it is".
-    """
+    """The name of an entry, by the hash of weights and configuration (`of_model`, `of_files`) and
+    the form of the weights: "f32", "int8" or "as it is"."""
     versions = [version(name) for name in ("openvino", "torch", "transformers")]
     return sha256(json.dumps([FORMAT, weights, form, *versions]).encode()).hexdigest()[:32]
 
@@ -95,14 +89,9 @@ def read(name: str) -> Stored | None:
         if facts["eos"] is not None:
             facts["eos"] = frozenset(facts["eos"])
         facts["start"] = tuple(facts["start"])
-        reference = None
-        if (entry / _REFERENCE).is_file():
-            reference = np.load(entry / _REFERENCE)
-        stored = Stored(
-            core().read_model(entry / _GRAPH),
-            Facts(**facts),
-            reference,
-        )
+        there = (entry / _REFERENCE).is_file()
+        reference = np.load(entry / _REFERENCE) if there else None
+        stored = Stored(core().read_model(entry / _GRAPH), Facts(**facts), reference)
         os.utime(entry)
         return stored
     except Exception:  # whatever is wrong with it, it can be made again
