@@ -29,18 +29,17 @@ def folded_attention(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention where queries that share keys and values are one longer query.
+    """Attention where queries that share keys and values are one longer query; as transformers'.
 
-    transformers copies keys and values once per group of queries where a mask is given; over a
-    cache of many columns that takes longer than all else.
+    It copies keys and values once per group of queries where a mask is given; over a cache of many
+    columns that takes longer than all else.
 
     Args:
         module: the layer's attention.
         query: `(n, heads, width, dim)`.
-        key: `(n, pairs, columns, dim)`, likewise `value`.
-        value: see `key`.
-        attention_mask: additive `(n, 1, width, columns)`, or `(n, 1, groups · width, columns)` as
-            `folded_mask` makes it.
+        key: `(n, pairs, columns, dim)`.
+        value: likewise.
+        attention_mask: additive `(n, 1, width, columns)`, or as `folded_mask` makes it.
         dropout: 0 in inference.
         scaling: of the products; None: `dim ** -0.5`.
         more: what other kinds of attention read; with a bias or a soft cap it is transformers'.
@@ -91,13 +90,11 @@ def folding(model: Any, groups: int) -> Iterator[None]:
     """Let the model's passes fold their queries, meanwhile; with one group, nothing changes."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
-    if groups > 1:
-        config._attn_implementation = FOLDED
+    config._attn_implementation = FOLDED if groups > 1 else before
     try:
         yield
     finally:
-        if groups > 1:
-            config._attn_implementation = before
+        config._attn_implementation = before
 
 
 def windows_of(config: Any) -> Windows:

@@ -47,13 +47,8 @@ log = logging.getLogger(__name__)
 
 
 class Graph:
-    """A step captured for one shape; its result is overwritten by the next replay.
-
-    Args:
-        step: what to capture, without any wait for the GPU.
-        inputs: of the first replay, on the device.
-        pool: memory shared with graphs that never run at the same time.
-    """
+    """A step, which never waits for the GPU, captured for inputs of one shape; its result is
+    overwritten by the next replay, of whatever graph shares its `pool` of memory."""
 
     def __init__(self, step: Step, inputs: torch.Tensor, pool: Any) -> None:
         self._inputs = inputs
@@ -187,12 +182,8 @@ class CudaGraphExecutor(CachedExecutor):
         signals: frozenset[str] | None,
         parents: Parents,
     ) -> torch.Tensor:
-        """Replay a pass; rows with count 0 rest.
-
-        Returns:
-            `(rows, kept, V)` logits after the last tokens, kept ≥ `most`, or what `stacked_best`
-            makes of them. The next replay overwrites it.
-        """
+        """Replay a pass, in which rows with count 0 rest: `(rows, kept, V)` logits after the last
+        tokens, kept ≥ `most`, or what `stacked_best` makes of them. The next one overwrites it."""
         end = max(map(add, starts, counts))
         self.reserve(len(counts), end)
         rows, width = _rounded(len(counts)), self._padded(max(counts))

@@ -39,20 +39,19 @@ def save_draft(folder: str | Path, about: About, tensors: Mapping[str, torch.Ten
     an interrupted save leaves the old or the new ones."""
     from safetensors.torch import save_file
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f"{WEIGHTS}.tmp"
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    beside = Path(folder, f"{WEIGHTS}.tmp")
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(own, str(beside), metadata={"format": "pt"})
     os.chmod(beside, 0o644)
-    os.replace(beside, folder / WEIGHTS)
+    os.replace(beside, Path(folder, WEIGHTS))
     save_about(folder, about)
 
 
 def save_about(folder: str | Path, about: About) -> None:
     """Write what a draft says of itself; `OSError` if it cannot be written."""
-    what = {"format": FORMAT, "kind": about.kind, "target": about.target}
-    document = {**what, **about.settings, "trained": about.trained}
+    document = {"format": FORMAT, "kind": about.kind, "target": about.target, **about.settings}
+    document["trained"] = about.trained
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
     beside = Path(folder, f"{ABOUT}.tmp")
     beside.write_text(text + "\n", encoding="utf-8")
@@ -89,14 +88,14 @@ def load_draft(
     model: Any = None,
     vocab_size: int = 0,
 ) -> tuple[About, Tensors, torch.Tensor | None]:
-    """A draft, and the `(V,)` ids of its vocabulary if it has one of its own, on the device of the
-    target's module; matrices in 8 bits are widened to float32.
+    """A draft for the drafter `kind`, and the `(V,)` ids of its vocabulary if it has one of its
+    own, on the device of the target's module; matrices in 8 bits are widened to float32.
 
     Args:
         folder: where it is.
         kind: the drafter it must be for.
         shapes: from what it says of itself and its tensors to the shapes that they must have.
-        model: the target's module, if it is at hand.
+        model: the target's module, if it is at hand; else it is on the CPU.
         vocab_size: of the target, above all ids in `TOKENS`; 0 if there are none.
 
     Raises:

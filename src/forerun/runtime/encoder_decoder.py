@@ -139,11 +139,10 @@ def facts_of(model: Any) -> Facts:
     config, decoder = model.config, model.get_decoder()
     limit = placement_of(decoder, decoder_limit(config)).limit
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    cross = {
-        p for layer in layers_of(decoder) for m in projections(layer)[:2] for p in m.parameters()
-    }
+    stack = layers_of(decoder)
+    cross = {p for layer in stack for m in projections(layer)[:2] for p in m.parameters()}
     read = {*decoder.parameters(), head} - {table} - cross
-    layers = len(layers_of(decoder))
+    layers = len(stack)
     heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
     width = getattr(config, "d_kv", None) or config.d_model // heads
     return replace(
@@ -161,10 +160,8 @@ def source_limit(model: Any, limit: int) -> int:
     """Most tokens of a source."""
     positions = getattr(model.get_encoder(), "embed_positions", None)
     weights = getattr(positions, "weights", getattr(positions, "weight", None))
-    if weights is None:
-        return limit
-    skipped = getattr(positions, "offset", 0)
-    return min(limit, len(weights) - int(skipped))
+    skipped = int(getattr(positions, "offset", 0))
+    return limit if weights is None else min(limit, len(weights) - skipped)
 
 
 def _settings(model: Any) -> dict[str, Any]:
@@ -177,18 +174,16 @@ def _settings(model: Any) -> dict[str, Any]:
 def start_of(model: Any) -> tuple[int, ...]:
     """What every text of the decoder begins with: its start token, and a forced first one."""
     given = _settings(model)
-    start = given.get(
-        "decoder_start_token_id", getattr(model.config, "decoder_start_token_id", None)
-    )
-    if start is None:
-        start = given.get("bos_token_id", getattr(model.config, "bos_token_id", None))
+    names = ("decoder_start_token_id", "bos_token_id")
+    known = [given.get(name, getattr(model.config, name, None)) for name in names]
+    start = next((value for value in known if value is not None), None)
     if start is None:
         raise UnsupportedModelError(
             "its config.json and generation_config.json name no decoder_start_token_id"
         )
-    starts = list(start) if isinstance(start, (list, tuple)) else [start]
+    first = start[0] if isinstance(start, (list, tuple)) else start
     forced = given.get("forced_bos_token_id")
-    return (int(starts[0]),) if forced is None else (int(starts[0]), int(forced))
+    return (int(first),) if forced is None else (int(first), int(forced))
 
 
 def banned(model: Any, vocab_size: int) -> list[int]:

@@ -19,12 +19,8 @@ from forerun.runtime.drafts import fill, read_about
 
 
 class Extended(torch.nn.Module):
-    """A table of embeddings with learned queries behind its last id.
-
-    Args:
-        table: the target's; stays as it is.
-        queries: how many.
-    """
+    """The target's table of embeddings, which stays as it is, with learned queries behind its last
+    id."""
 
     def __init__(self, table: Any, queries: int) -> None:
         super().__init__()

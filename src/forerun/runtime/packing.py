@@ -119,20 +119,14 @@ def unpacked(model: Any) -> Any:
 
 @torch.inference_mode()
 def pack(model: Any) -> Any:
-    """Pack every linear layer of a model that is on a CPU where that is faster; else do nothing.
-
-    Weights tied to a table of embeddings are packed into memory of their own.
-
-    Returns:
-        The model that was given.
-    """
+    """Pack every linear layer of a model, which is returned, if it is on a CPU where that is
+    faster. Weights tied to a table of embeddings are packed into memory of their own."""
     if not (_able() and all(p.device.type == "cpu" for p in model.parameters())):
         return model
-    together = (
-        () if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else SAME_INPUT
-    )
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    together = () if encodes else SAME_INPUT
     for parent in list(model.modules()):
-        layers = {name: child for name, child in parent.named_children() if _packable(child)}
+        layers = {name: child for name, child in parent.named_children() if _is_plain(child)}
         for names in together:
             if layers.keys() >= set(names) and len({_kind(layers[name]) for name in names}) == 1:
                 _replace(parent, {name: layers.pop(name) for name in names})
@@ -171,13 +165,12 @@ def _able() -> bool:
 
 def _computes(dtype: torch.dtype) -> bool:
     """Whether oneDNN computes in a type on this processor."""
-    return dtype == torch.float32 or (
-        dtype == torch.bfloat16 and bool(_OPS._is_mkldnn_bf16_supported())
-    )
+    reduced = dtype == torch.bfloat16 and bool(_OPS._is_mkldnn_bf16_supported())
+    return reduced or dtype == torch.float32
 
 
-def _packable(module: Any) -> bool:
-    """Whether it is a plain linear layer; a subclass computes something else: of few bits, of low
+def _is_plain(module: Any) -> bool:
+    """Whether it is a linear layer to pack; a subclass computes something else: of few bits, of low
     rank."""
     kind = type(module)
     columns = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")

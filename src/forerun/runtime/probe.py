@@ -116,9 +116,8 @@ def probe(executor: Executor, expected: Logits) -> None:
         float(np.abs(np.where(np.isneginf(x), 0, x - y)).max()) / (float(np.abs(y).max()) + 1e-6)
         for x, y in zip(arrays, wanted, strict=True)
     )
-    if not worst <= TOLERANCE.get(
-        executor.facts.precision, TOLERANCE["float32"]
-    ):  # NaN is no number to be below
+    most = TOLERANCE.get(executor.facts.precision, TOLERANCE["float32"])
+    if not worst <= most:  # NaN is no number to be below
         raise UnsupportedModelError(
             f"a row in a batch on {executor.facts.executor} differs from the model alone by "
             f"{worst:.1e} of its largest logit"

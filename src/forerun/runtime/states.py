@@ -16,12 +16,8 @@ from forerun.errors import SettingError, UnsupportedModelError
 
 
 class States:
-    """States of each row's tokens, from the passes since they were last read.
-
-    Args:
-        depths: rising, each in 1…L.
-        width: H, of one state.
-    """
+    """States of each row's tokens, of H numbers each, from the passes since they were last read;
+    depths rise, each in 1…L."""
 
     def __init__(self, depths: Sequence[int], width: int) -> None:
         self.depths, self.width = tuple(depths), width

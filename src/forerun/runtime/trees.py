@@ -15,19 +15,13 @@ FARTHEST = 63  # places before a token, the farther ones of which it sees, all o
 
 
 def branches(parents: Sequence[int], count: int) -> tuple[list[int], list[int]]:
-    """Where the tokens of a piece stand in the text, and which of those before them they see.
-
-    Args:
-        parents: of one row, see `Parents`; a chain if it is empty.
-        count: tokens of the piece.
+    """Where the `count` tokens of a row's piece stand in the text, and which of those before them
+    they see; without `Parents` they are a chain.
 
     Returns:
         Per token how many of the piece precede it in the text; and an integer of 64 bits, of which
         bit n says whether it sees what is held n places before it, the last one also for all
-        farther ones.
-
-    Raises:
-        SettingError: a token would have to see, or not to see, what is farther away than that.
+        farther ones; `SettingError` if it would have to differ there.
 
     >>> branches([-1, -1, 0], 3)    # the third follows the first, as the second does
     ([0, 1, 1], [-1, -1, -3])
@@ -53,14 +47,7 @@ def trees_of(
     starts: Sequence[int], counts: Sequence[int], parents: Parents, width: int
 ) -> torch.Tensor:
     """`(2, rows, width)` positions in the text and what each token sees, as by `branches`, of rows
-    that are padded on the right.
-
-    Args:
-        starts: per row the tokens it holds.
-        counts: per row the tokens of its piece.
-        parents: per row.
-        width: of the longest.
-    """
+    that hold `starts` tokens and are fed `counts`, padded on the right to `width`."""
     out = torch.full((2, len(starts), width), -1)
     out[0] = torch.tensor(starts).unsqueeze(1) + torch.arange(width)
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
