@@ -71,10 +71,10 @@ class LayersExecutor(TorchExecutor):
 
     `climb` takes each row's newest token through the first layers and leaves it where it exits.
     Its hidden state stays *pending*, the only extra memory: keys and values go where they belong,
-    in the one cache. A later token that goes deeper takes
-    the pending ones along, for it needs their keys there. `run` recognises pending tokens, brings
-    all to the same depth and then through the remaining layers together, so that each token it is
-    fed passes each layer exactly once. With nothing pending, it is a plain `TorchExecutor`.
+    in the one cache. A later token that goes deeper takes the pending ones along, for it needs
+    their keys there. `run` recognises pending tokens, brings all to the same depth and then through
+    the remaining layers together, so that each token it is fed passes each layer exactly once. With
+    nothing pending, it is a plain `TorchExecutor`.
 
     Raises:
         UnsupportedModelError: it has none, or a row cache cannot serve it.
@@ -89,7 +89,7 @@ class LayersExecutor(TorchExecutor):
         self.access = LayerAccess(model.eval())
         self.work = Work()
         self.draft_seconds = 0.0  # wall time spent in `climb` so far
-        self.counts: list[tuple[int, int]] = []
+        self.counts: list[list[int]] = []
         """Per row, since it joined and without its prompt: positions × layers, and hidden states of
         shallow layers turned into logits."""
         self._pending: list[_Pending] = []
@@ -113,12 +113,12 @@ class LayersExecutor(TorchExecutor):
         self._batch = None
         self._grow(max(rows, default=-1) + 1)
         self._pending = [_Pending() for _ in rows]
-        self.counts = [self.counts[row] for row in rows]
+        self.counts = [list(self.counts[row]) for row in rows]
 
     def _grow(self, rows: int) -> None:
         """Rows that joined since the last pass have nothing pending."""
         self._pending.extend(_Pending() for _ in range(rows - len(self._pending)))
-        self.counts.extend((0, 0) for _ in range(rows - len(self.counts)))
+        self.counts.extend([0, 0] for _ in range(rows - len(self.counts)))
 
     @torch.inference_mode()
     def climb(
@@ -165,7 +165,7 @@ class LayersExecutor(TorchExecutor):
             shallow = depth < self.access.layers
             self.work["exit" if shallow else "project", len(rows)] += 1
             for row in rows:
-                self._count(row, exits=int(shallow))
+                self.counts[row][1] += shallow
             gone = leave(depth, rows, newest)
             rows = [row for row, exits in zip(rows, gone, strict=True) if not exits]
             if not rows:
@@ -183,7 +183,7 @@ class LayersExecutor(TorchExecutor):
             self.work["project", counted] += 1
         if not any(row.tokens for row in self._pending):
             for row, count in enumerate(wanted):
-                self._count(row, self.access.layers * count)
+                self.counts[row][0] += self.access.layers * count
             if counted:
                 self.work["verify", counted] += self.access.layers
             return super().run(starts, pieces, wanted)
@@ -247,16 +247,11 @@ class LayersExecutor(TorchExecutor):
                     pending.depths[begin:] = [until] * count
                     pending.states[begin:] = states[:count]
                     counted = count - (uncounted[row] if uncounted else 0)
-                    self._count(row, counted * layers)
+                    self.counts[row][0] += counted * layers
                     positions += counted
                 if positions:
                     self.work[part, positions] += layers
             at = until
-
-    def _count(self, row: int, passes: int = 0, exits: int = 0) -> None:
-        """Add to what is reported of a row."""
-        before = self.counts[row]
-        self.counts[row] = before[0] + passes, before[1] + exits
 
     def _gather(self, spans: list[Span], depth: int) -> Batch:
         """The batch of these tokens at `depth`: the one under way if it is the same, else new."""
@@ -269,11 +264,9 @@ class LayersExecutor(TorchExecutor):
         assert isinstance(mask, torch.Tensor), "layer access refuses sliding windows"
         positions = self._positions(starts, width)
         if depth == 0:
-            tokens = [
-                self._pending[r].tokens[b : b + width] for r, b in zip(rows, begins, strict=True)
-            ]
-            padded = [[*piece, *[0] * (width - len(piece))] for piece in tokens]
-            hidden = self.access.embed(torch.tensor(padded, device=self.device), positions)
+            own = [torch.tensor(self._pending[r].tokens[b : b + n]) for r, b, n in spans]
+            ids = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
+            hidden = self.access.embed(ids.to(self.device), positions)
         else:
             # Zeros in padding: left-overs may overflow, and a masked NaN still spoils attention.
             own = [torch.stack(self._pending[r].states[b : b + n]) for r, b, n in spans]

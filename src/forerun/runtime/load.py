@@ -112,7 +112,13 @@ def load_model(
     except SafetensorError as error:
         raise ModelError(f"the weights in {str(name)!r} are corrupt: {error}") from error
     except Exception as error:  # whatever it is, this model cannot be used
-        raise ModelError(f"cannot load the model {str(name)!r}: {_why(error)}") from error
+        why = first_line(error)
+        if str(error).startswith("Unrecognized configuration class"):
+            why = "it is not a language model that writes text; use a decoder-only model"
+        elif not isinstance(error, (OSError, ValueError, KeyError, RuntimeError)):
+            kind = "" if "alidation error" in str(error) else f"{type(error).__name__}: "
+            why = f"its config.json cannot be right ({kind}{why})"
+        raise ModelError(f"cannot load the model {str(name)!r}: {why}") from error
     if path is not None:
         model.hf_quantizer.remove_quantization_config(model)  # it is widened, and may be copied
         model.name_or_path = str(path)
@@ -187,15 +193,6 @@ def run_once(model: Any) -> None:
     model(input_ids=one, **({"decoder_input_ids": one} if encodes else {}))
 
 
-def _why(error: Exception) -> str:
-    if str(error).startswith("Unrecognized configuration class"):
-        return "it is not a language model that writes text; use a decoder-only model"
-    if isinstance(error, (OSError, ValueError, KeyError, RuntimeError)):
-        return first_line(error)
-    kind = "" if "alidation error" in str(error) else f"{type(error).__name__}: "
-    return f"its config.json cannot be right ({kind}{first_line(error)})"
-
-
 def _check_complete(name: str | Path, report: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that leaves weights as they were made up; tied ones are none of these."""
     if wrong := sorted(report["mismatched_keys"]):
@@ -251,12 +248,24 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
         return tokenizer_of(gguf.read(path))
     check_path(name)
     try:
-        tokenizer = _plain_tokenizer(name)
-        if tokenizer is None:
+        settings = read_json(Path(name).expanduser() / "tokenizer_config.json")
+        generic = settings.get("tokenizer_class") in (
+            "PreTrainedTokenizerFast",
+            "TokenizersBackend",
+        )
+        if generic and "auto_map" not in settings and _is_plain_llama(name):
+            # What `AutoTokenizer` would load. It imports the configuration class of the family, and
+            # with it compilers and distributed tensors: 2 to 3 s of CPU time that running a stored
+            # graph does not need.
+            from transformers import PreTrainedTokenizerFast
+
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(name))
+        else:
             from transformers import AutoTokenizer
 
-            options = {"trust_remote_code": trust_remote_code}
-            tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(name), trust_remote_code=trust_remote_code
+            )
     except Exception as error:  # tokenizers raise bare Exception for a damaged file
         kinds, here = ("*token*", "vocab*", "merges*", "spiece*"), Path(str(name))
         if here.is_dir() and not any(any(here.glob(kind)) for kind in kinds):
@@ -290,21 +299,6 @@ def read_config(name: str | Path, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(str(name), trust_remote_code=trust_remote_code)
-
-
-def _plain_tokenizer(name: str | Path) -> Any:
-    """What `AutoTokenizer` would load, without what it imports; None where that may differ. It
-    imports the configuration class of the family, and with it compilers and distributed tensors: 2
-    to 3 s of CPU time that running a stored graph does not need."""
-    if not _is_plain_llama(name):
-        return None
-    settings = read_json(Path(name).expanduser() / "tokenizer_config.json")
-    generic = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    if not generic or "auto_map" in settings:
-        return None
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(str(name))
 
 
 def _is_plain_llama(name: str | Path) -> bool:
@@ -355,12 +349,9 @@ def checkpoint_files(name: str | Path) -> list[Path]:
         from transformers.utils import cached_file
 
         try:
-            cached = cached_file(str(name), "config.json", local_files_only=True)
-        except (OSError, ValueError):
+            here = Path(cached_file(str(name), "config.json", local_files_only=True)).parent
+        except (OSError, ValueError, TypeError):  # none is kept
             return []
-        if cached is None:
-            return []
-        here = Path(cached).parent
     weights = list(here.glob("*.safetensors"))
     config = here / "config.json"
     good = weights and config.is_file()

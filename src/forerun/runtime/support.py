@@ -22,25 +22,21 @@ PROVEN_ENCODER_DECODER = frozenset({
 })  # fmt: skip
 """Likewise of encoder-decoder models."""
 
-_MIXTURE = "its experts have a capacity that all rows share, so that rows influence each other"
-_WINDOWS = "its encoder attends in windows padded to a fixed size"
-_SPEECH = "its source is sound, not text"
 REFUSED_ENCODER_DECODER = {
-    "switch_transformers": _MIXTURE,
-    "nllb-moe": _MIXTURE,
-    "led": _WINDOWS,
-    "longt5": _WINDOWS,
-    "bigbird_pegasus": _WINDOWS,
-    "pegasus_x": _WINDOWS,
-    "prophetnet": "its decoder predicts several tokens with streams of their own",
-    "xlm-prophetnet": "its decoder predicts several tokens with streams of their own",
-    "whisper": _SPEECH,
-    "speech_to_text": _SPEECH,
-    "speecht5": _SPEECH,
-    "moonshine": _SPEECH,
-    "seamless_m4t": _SPEECH,
-    "seamless_m4t_v2": _SPEECH,
-}
+    kind: reason
+    for reason, kinds in {
+        "its experts have a capacity that all rows share, so that rows influence each other":
+            ("switch_transformers", "nllb-moe"),
+        "its encoder attends in windows padded to a fixed size":
+            ("led", "longt5", "bigbird_pegasus", "pegasus_x"),
+        "its decoder predicts several tokens with streams of their own":
+            ("prophetnet", "xlm-prophetnet"),
+        "its source is sound, not text":
+            ("whisper", "speech_to_text", "speecht5", "moonshine", "seamless_m4t",
+             "seamless_m4t_v2"),
+    }.items()
+    for kind in kinds
+}  # fmt: skip
 
 PROBE_TOLERANCE = 2e-3  # largest difference by their range of what is computed twice in fp32
 
