@@ -19,6 +19,7 @@ from forerun.runtime.states import States
 from forerun.runtime.trees import Parents
 from forerun.signals import float_type, measure
 
+NO_ENCODER = "a source is for encoder-decoder models; this one has no encoder"
 Pieces = Sequence[Sequence[int]]  # per row the token ids it is fed next; may be empty
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -145,9 +146,8 @@ class Executor(ABC):
         raise NotImplementedError
 
     def tap(self, depths: Sequence[int]) -> States:
-        """From now on, passes leave the hidden states of these depths in `States`.
-
-        Asked again, for the same depths it is the same object; for others it is a new one.
+        """From now on, passes leave the hidden states of these depths in `States`: the same object
+        if it is asked again for the same ones.
 
         Raises:
             SettingError: no such depths, or the executor gives no states.
@@ -168,7 +168,7 @@ class Executor(ABC):
     def attend(self, sources: Pieces) -> None:
         """Read the sources of the rows that join next, before their first pass. Only of executors
         whose facts have a `source_limit`; `keep` keeps sources, too."""
-        raise SettingError("a source is for encoder-decoder models; this one has no encoder")
+        raise SettingError(NO_ENCODER)
 
     def beside(self, model: Any) -> Executor:
         """One of this kind for another decoder, which attends to what this one's encoder reads.
@@ -267,19 +267,11 @@ class Rows:
         self.passes = 0
 
     def join(self, count: int, room: int = 0, sources: Pieces | None = None) -> None:
-        """Add empty rows at the end; `room` tokens are expected of each.
-
-        Args:
-            count: rows.
-            room: tokens.
-            sources: one per row, for models with an encoder.
-        """
+        """Add empty rows at the end, each with a source if the model has an encoder; `room` tokens
+        are expected of each."""
         if (sources is None) != (self.facts.source_limit is None) and count:
-            raise SettingError(
-                "this model has an encoder: a row joins with a source"
-                if sources is None
-                else "a source is for encoder-decoder models; this one has no encoder"
-            )
+            wrong = "this model has an encoder: a row joins with a source", NO_ENCODER
+            raise SettingError(wrong[sources is not None])
         if sources:
             self.executor.attend(sources)
         self.executor.reserve(len(self.lengths) + count, min(room, self.limit) + 1)
@@ -325,16 +317,8 @@ class Rows:
     def feed(
         self, pieces: Pieces, wanted: Sequence[int] | None = None, parents: Parents = ()
     ) -> torch.Tensor:
-        """Feed every row its next tokens and cover them; see `Executor.run`.
-
-        Args:
-            pieces: per row.
-            wanted: per row; None wants the logits after every token.
-            parents: per row, of trees.
-
-        Raises:
-            PromptError: a row would grow beyond the context.
-        """
+        """Feed every row its next tokens and cover them; see `Executor.run`. Without `wanted` the
+        logits after every token are. `PromptError` if a row would grow beyond the context."""
         began, ends = time.perf_counter(), self._ends(pieces)
         if wanted is None:
             wanted = list(map(len, pieces))

@@ -117,27 +117,22 @@ def facts_of(model: Any) -> Facts:
     config = model.config.get_text_config(decoder=True)
     norm = getattr(model.base_model, "norm", None)
     weight = getattr(norm, "weight", None)
+    heads = getattr(config, "num_attention_heads", 0)
+    pairs = getattr(config, "num_key_value_heads", None) or heads
+    wide = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1)
+    layers = int(getattr(config, "num_hidden_layers", 0))
     return Facts(
         vocab_size=int(head.shape[0]),
         limit=context_limit(model.config),
-        layers=int(getattr(config, "num_hidden_layers", 0)),
+        layers=layers,
         weights=every if table is head else every - table.numel(),
-        token_bytes=_token_bytes(config, model.dtype),
+        token_bytes=2 * layers * int(pairs) * int(wide) * model.dtype.itemsize,  # of full attention
         eos=end_of_text(getattr(model, "generation_config", None)),
         precision=str(model.dtype).removeprefix("torch."),
         executor="torch",
         name=str(getattr(model, "name_or_path", "") or ""),
         identity="" if weight is None else identity(weight.detach().float().cpu().numpy()),
     )
-
-
-def _token_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Of keys and values; full attention assumed, so never too few."""
-    heads = getattr(config, "num_attention_heads", 0)
-    pairs = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1)
-    layers = getattr(config, "num_hidden_layers", 0)
-    return 2 * int(layers) * int(pairs) * int(width) * dtype.itemsize
 
 
 def _by_width(pieces: Pieces) -> list[list[int]]:

@@ -63,17 +63,9 @@ def has_matrix_units() -> bool:
 
 
 def multiply_in_parts(graph: ov.Model) -> int:
-    """Multiply halved weights by the three parts of what they are multiplied by.
-
-    Args:
-        graph: in fp32, some of its weights halved, of inputs `(tokens, 1)`; it is changed.
-
-    Returns:
-        How many products.
-
-    Raises:
-        RuntimeError: the plug-in has no product of bfloat16 numbers in fp32.
-    """
+    """Multiply halved weights by the three parts of what they are multiplied by, in a graph in fp32
+    of inputs `(tokens, 1)`, which is changed; how many products that are. `RuntimeError` if the
+    plug-in has no product of bfloat16 numbers in fp32."""
     halved = {convert.get_name() for convert in halves(graph)}
     parts: dict[tuple[str, int], ov.Node] = {}  # of inputs, which several products may share
     done = 0
@@ -100,15 +92,15 @@ def multiply_in_parts(graph: ov.Model) -> int:
 
 def _parts(x: ov.Node) -> ov.Node:
     """`(1, tokens, n)` fp32 numbers as `(3, tokens, n)` bfloat16 ones, whose sum they are."""
-    before = op.multiply(_rounded(x, np.roll(_ROUNDS, 1, 0)), op.constant(_BEFORE))
-    return op.convert(op.subtract(_rounded(x, _ROUNDS), before), "bf16")
 
+    def rounded(factors: np.ndarray) -> ov.Node:
+        """Keep the upper bits of each number: as many as 24 without those of a factor 2ⁿ + 1
+        (Dekker, "A floating-point technique for extending the available precision", 1971)."""
+        scaled = op.multiply(x, op.constant(factors))
+        return op.subtract(scaled, op.subtract(scaled, x))
 
-def _rounded(x: ov.Node, factors: np.ndarray) -> ov.Node:
-    """Keep the upper bits of each number: as many as 24 without those of a factor 2ⁿ + 1 (Dekker,
-    "A floating-point technique for extending the available precision", 1971)."""
-    scaled = op.multiply(x, op.constant(factors))
-    return op.subtract(scaled, op.subtract(scaled, x))
+    before = op.multiply(rounded(np.roll(_ROUNDS, 1, 0)), op.constant(_BEFORE))
+    return op.convert(op.subtract(rounded(_ROUNDS), before), "bf16")
 
 
 def _shaped(x: ov.Node | ov.Output, *shape: int) -> ov.Node:

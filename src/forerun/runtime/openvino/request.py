@@ -73,8 +73,8 @@ class InferRequest:
             if size > len(self._logits):
                 self._logits = np.empty((size, self._logits.shape[1]), np.float32)
                 self._outputs.clear()
-            array = self._logits[:size]
-            held = self._outputs[size] = array, ov.Tensor(array, shared_memory=True)
+            held = self._logits[:size], ov.Tensor(self._logits[:size], shared_memory=True)
+            self._outputs[size] = held
         if self._bound.get("logits") is not held:
             self._request.set_output_tensor(0, held[1])
             self._bound["logits"] = held
