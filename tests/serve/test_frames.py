@@ -10,29 +10,31 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from forerun.engine import Piece
+from forerun.engine import Event, Piece
+from forerun.engine.reporting import NOTHING
 from forerun.engine.results import Origin
 from forerun.errors import SettingError
 from forerun.serve.answers import Answer
 from forerun.serve.streaming import EventStream
-from forerun.serve.worker import Reply, Update
+from forerun.serve.worker import Reply
 
 TEXT = 'a "quoted"\n\x00 line, é and \U0001f436'
 
 
 def made(chat: bool, usage: tuple[bool, bool], copies: int = 1) -> Answer:
     request = SimpleNamespace(
-        calling=None, return_tokens_as_token_ids=False, return_token_ids=False, prediction=None
-    )
+        calling=None, return_tokens_as_token_ids=False, return_token_ids=False, prediction=None,
+        stream_options=SimpleNamespace(include_usage=usage[0], continuous_usage_stats=usage[1]),
+    )  # fmt: skip
     plan = SimpleNamespace(
-        calling=None, request=request, chat=chat, usage=usage, top=None, rounds=False,
+        calling=None, request=request, chat=chat, top=None, policy=SimpleNamespace(report="none"),
         copies=copies, prompts=[[1, 2]], jobs=[None] * copies, echo=False, opens_turn=False,
     )  # fmt: skip
-    return Answer(plan, SimpleNamespace(name='the "model"'), SimpleNamespace(token=str))
+    return Answer(plan, 'the "model"', SimpleNamespace(token=str))
 
 
-def update(index: int, text: str) -> Update:
-    return Update(index, pieces=[Piece(7, text, Origin.PLAIN)])
+def update(index: int, text: str) -> Event:
+    return Event(index, [], NOTHING, [Piece(7, text, Origin.PLAIN)])
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -66,11 +68,11 @@ def test_what_waits_comes_together_and_an_error_after_what_was_before_it():
     async def read():
         reply = Reply(Worker(), [None, None], 8)
         for index in (0, 1, 0):
-            reply.put(Update(index))
-        reply.put(Update(1, error=SettingError("wrong")))
+            reply.put(index, update(index, ""))
+        reply.put(1, SettingError("wrong"))
         try:
             async for updates in reply.updates():
-                got.append([u.index for u in updates])
+                got.append([u.request for u in updates])
         finally:
             assert not reply.open
 

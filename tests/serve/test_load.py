@@ -214,7 +214,7 @@ def test_a_thread_that_ended_is_no_healthy_server(held):
 def test_requests_that_do_not_fit_the_memory_wait_or_are_refused(held):
     server, target = held
     worker, memory = server.server.worker, server.server.memory
-    worker.max_rows = 2
+    worker._engine._max_rows = 2
     memory.budget, memory.per_token, memory.per_row = 300, 1, 0
     target.gate.clear()
     with ThreadPoolExecutor(2) as pool:

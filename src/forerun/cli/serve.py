@@ -70,16 +70,16 @@ def _name(target: str | None) -> str:
 
 def _announce(url: str, server: Server, config: Config, about: dict[str, Any]) -> None:
     """Say where it is, what it does, and what may surprise."""
-    facts = server.facts
-    remark(clean(f"{facts.name} at {url}/v1 · watch it think at {url}/"))
+    planner = server.planner
+    remark(clean(f"{config.name} at {url}/v1 · watch it think at {url}/"))
     remark(
         clean(
             f"draft {about['draft']}, controller {about['controller']}, rule {about['rule']} · "
-            f"{config.max_rows} rows, {config.queue} may wait, {facts.limit} tokens of context"
+            f"{config.max_rows} rows, {config.queue} may wait, {planner.limit} tokens of context"
         ),
     )
-    defaults = ", ".join(f"{name} {value:g}" for name, value in facts.defaults.items())
-    most = server.memory.bytes([facts.limit] * config.max_rows)
+    defaults = ", ".join(f"{name} {value:g}" for name, value in planner.defaults.items())
+    most = server.memory.bytes([planner.limit] * config.max_rows)
     bound = f"at most {most / 1e9:.2g} GB of caches" if config.memory is None else ""
     prefixes = "" if server.prefixes else "no prefix cache: this executor cannot copy its cache"
     parts = [f"requests that do not say: {defaults}", bound, prefixes]

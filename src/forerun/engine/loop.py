@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -51,10 +51,12 @@ class Engine:
         drafter: who runs ahead.
         tokenizer: for text and stop strings; None works on token ids alone.
         eos: the model's end-of-text ids.
-        max_rows: requests decoded together; more wait their turn.
+        max_rows: requests decoded together; more wait their turn. One more that is only scored has
+            a row of its own, so that neither waits for the other.
         memory: what controllers carry from request to request, to share it among engines.
         meter: what rounds cost, and the clock, likewise.
         prefixes: texts read before, likewise; None reads every text.
+        fits: whether a request may run beside those that do; the next one waits until it may.
 
     Raises:
         SettingError: a drafter of another target, or executors that keep no prefixes.
@@ -70,6 +72,7 @@ class Engine:
         memory: Memory | None = None,
         meter: Meter | None = None,
         prefixes: Prefixes | None = None,
+        fits: Callable[[Sequence[Request], Request], bool] = lambda running, request: True,
     ) -> None:
         require(max_rows >= 1, "batch size", max_rows, "≥ 1")
         self.target = target if isinstance(target, Rows) else Rows(target)
@@ -79,7 +82,7 @@ class Engine:
                 "Engine(drafter.target, drafter)"
             )
         self.drafter, self.tokenizer = drafter, tokenizer
-        self._eos, self._max_rows = eos, max_rows
+        self._eos, self._max_rows, self._fits = eos, max_rows, fits
         self._rows: list[Row] = []
         self._waiting: list[Row] = []
         self._memory: Memory = {} if memory is None else memory
@@ -100,10 +103,11 @@ class Engine:
         sampling: Sampling | None = None,
         controller: Controller | None = None,
         rule: AcceptanceRule | None = None,
+        since: float | None = None,
     ) -> int:
         """Queue a request; it joins between rounds. Returns its id.
 
-        Takes a `Request`, or its first four fields.
+        Takes a `Request`, or its first four fields; `since` is when it was asked for, if not now.
 
         Raises:
             PromptError, SettingError: it cannot be served; see `Request.check`.
@@ -137,10 +141,15 @@ class Engine:
             # every token shall be judged, the first one, too.
             rests_first=(request.stream and request.rule.has_bonus)
             or self.drafter.target is self.target,
-            submitted=self._clock(),
+            submitted=self._clock() if since is None else since,
         )
         self._waiting.append(row)
         return row.id
+
+    @property
+    def running(self) -> dict[int, Request]:
+        """Requests that have a row, by their ids."""
+        return {row.id: row.request for row in self._rows}
 
     def check(self, request: Request) -> None:
         """Refuse what cannot be served, as `submit` would and `Request.check` says, without
@@ -191,11 +200,11 @@ class Engine:
                 passed = self._schedule()
                 proposal = self._draft(passed)
                 judged = self._verify(passed, proposal)
+                committed = self._commit(proposal, judged)
+                self._observe(passed, proposal, judged)
+                return self._report(passed, proposal, judged, committed)
             except Exception as error:  # of a model: what shared the pass ends with it
                 return self._abandon(error)
-            committed = self._commit(proposal, judged)
-            self._observe(passed, proposal, judged)
-            return self._report(passed, proposal, judged, committed)
 
     def _draft(self, passed: Pass) -> Proposal:
         """What is known ahead, then the drafter's tokens, as far as policies and governors go."""
@@ -217,10 +226,13 @@ class Engine:
 
     def _admit(self) -> None:
         """Let waiting requests join, as rows that have read nothing yet."""
-        joining = self._waiting[: self._max_rows - len(self._rows)]
+        joining: list[Row] = []
+        while (row := self._next(joining)) is not None:
+            joining.append(row)
+            self._waiting.remove(row)
+            row.queued = self._clock() - row.submitted
         if not joining:
             return
-        del self._waiting[: len(joining)]
         governed = any(isinstance(row.request.controller, Governor) for row in joining)
         first, self._rows = not self._rows, [*self._rows, *joining]
         if first and governed and len(joining) > 1:
@@ -246,6 +258,16 @@ class Engine:
                 self.target.extend(i, row.request.read)
                 row.cached = self.target.lengths[i]
         self._refresh()
+
+    def _next(self, joining: Sequence[Row]) -> Row | None:
+        """First come, first served. Texts are scored one after the other, as a pass takes a part of
+        one, and in a row more than there are for who writes."""
+        rows = [*self._rows, *joining]
+        scoring = any(row.request.scores is not None for row in rows)
+        waits = {True: scoring, False: len(rows) - scoring >= self._max_rows}
+        pick = next((w for w in self._waiting if not waits[w.request.scores is not None]), None)
+        fits = pick is None or self._fits([row.request for row in rows], pick.request)
+        return pick if fits else None
 
     def _keep(self, staying: Sequence[bool]) -> None:
         """Let all other rows leave."""
@@ -535,4 +557,6 @@ class Engine:
         """End all rows with what a model raised; requests that wait are served yet."""
         rows = self._rows
         self._drop_rows()
+        for row in rows:
+            row.cut(sum(r.committed for r in row.rounds))
         return [Event(row.id, [], NOTHING, list, row.complete("error", error)) for row in rows]

@@ -103,4 +103,5 @@ def event(row: Row, drafted: list[int], first: int, last: int, done: Completion 
         lambda: row.pieces(last)[first:last],
         done,
         row.logprobs[first:last] if row.request.logprobs is not None else [],
+        row.queued,
     )

@@ -237,11 +237,14 @@ class Event:
     request: int  # the id `Engine.submit` returned
     drafted: list[int]  # the tokens that were drafted; `round.accepted` of them were kept
     round: Round  # what became of them; of a request that an error ended, perhaps the one before
-    _look: Callable[[], list[Piece]]
+    _look: Callable[[], list[Piece]] | list[Piece]
     completion: Completion | None = None  # set in a request's last event
     logprobs: Sequence[Logprob] = ()  # of the committed tokens, if the request asked for them
+    queued: float = 0.0  # seconds that the request waited until others let it join
 
     @property
     def pieces(self) -> list[Piece]:
         """The committed tokens with their text, which is made when somebody looks."""
-        return self._look()
+        if callable(self._look):
+            self._look = self._look()
+        return self._look

@@ -43,6 +43,7 @@ class Row:
     rests_first: bool
     """Whether its first token, of a stream its first character, comes without a draft."""
     submitted: float
+    queued: float = 0.0  # seconds that it waited for its place in the batch
     place: Place | None = None  # in its constraint, if it has one
     bans: Bans | None = None
     stop_tokens: Mapping[int, str] = field(default_factory=dict)  # those that stop strings name

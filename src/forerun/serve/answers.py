@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from forerun import __version__
-from forerun.engine import Completion, Logprob
+from forerun.engine import Completion, Event, Logprob
 from forerun.serve import reports
 from forerun.serve.errors import ApiError
-from forerun.serve.plans import AnswerPlan, ServedModel
+from forerun.serve.plans import AnswerPlan
 from forerun.serve.streaming import DONE, dumps, event
 from forerun.serve.texts import Texts
 from forerun.serve.tools import Call, CallReader
-from forerun.serve.worker import Update
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 """OpenAI's words for the engine's."""
@@ -36,28 +35,30 @@ class Choice:
         self.offset = 0  # characters of the tokens whose log-probabilities were shown
         self.done: Completion | None = None
         self.queued = 0.0
-        self.report: dict[str, list[Any]] = {
-            "tokens": [], "texts": [], "origins": [], "rounds": []
-        }  # fmt: skip
+        self.report: dict[str, list[Any]] = {}
 
 
 class Answer:
-    """Builds the answer to one plan."""
+    """Builds the answer to one plan, by a model of this name; `read` is what it said of prompts."""
 
     def __init__(
         self,
         plan: AnswerPlan,
-        facts: ServedModel,
+        model: str,
         texts: Texts,
         read: Sequence[Sequence[Logprob]] = (),
     ) -> None:
-        self._plan, self._facts, self._texts, self._read = plan, facts, texts, read
+        self._plan, self._texts, self._read = plan, texts, read
         # By number, tokens of the same text do not collide.
         numbered = plan.request.return_tokens_as_token_ids
         self._name = "token_id:{}".format if numbered else texts.token
         kind = "chatcmpl" if plan.chat else "cmpl"
         self.id = f"{kind}-{secrets.token_hex(12)}"
-        self.created, self.model = int(time.time()), facts.name
+        self.created, self.model = int(time.time()), model
+        options = plan.request.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._always = bool(options and options.continuous_usage_stats)
+        self._rounds = plan.policy.report == "rounds"
         self._lead = texts.turns.lead if plan.opens_turn else ""
         self._prepared: dict[int, list[bytes]] = {}
         self._marks = plan.calling.marks if plan.calling else {}
@@ -69,21 +70,21 @@ class Answer:
 
     # --- taking updates ---------------------------------------------------------------------
 
-    def take(self, update: Update) -> tuple[str, dict[str, Any] | None]:
-        """Add an update: the text that is new, and the report of its round if one is wanted."""
-        choice = self.choices[update.index]
-        choice.queued = update.queued
-        choice.tokens += len(update.pieces)
-        text = "".join(piece.text or self._marks.get(piece.token, "") for piece in update.pieces)
-        report = self._round(choice, update) if self._plan.rounds and update.round else None
-        choice.context.extend(piece.token for piece in update.pieces)
-        if update.done is not None:
-            choice.done = update.done
-            text = self._ending(choice, update.done, text)
+    def take(self, event: Event) -> tuple[str, dict[str, Any] | None]:
+        """Add an event: the text that is new, and the report of its round if one is wanted."""
+        choice, done = self.choices[event.request], event.completion
+        choice.queued = event.queued
+        choice.tokens += len(event.pieces)
+        text = "".join(piece.text or self._marks.get(piece.token, "") for piece in event.pieces)
+        report = self._round(choice, event) if self._rounds and event.pieces else None
+        choice.context.extend(piece.token for piece in event.pieces)
+        if done is not None:
+            choice.done = done
+            text = self._ending(choice, done, text)
         if text and not choice.begun:
             choice.begun, text = True, text.removeprefix(self._lead)
         if choice.reader is not None:
-            new = list(choice.reader.push(text, update.done is not None))
+            new = list(choice.reader.push(text, done is not None))
             choice.calls = [delta for delta in new if not isinstance(delta, str)]
             text = "".join(delta for delta in new if isinstance(delta, str))
         choice.text.append(text)
@@ -101,22 +102,19 @@ class Answer:
 
     def _reason(self, done: Completion) -> str | int | None:
         """vLLM's `stop_reason`: the stop string or token of the request's own that was met."""
-        end = done.ended_by
-        own = end in self._plan.stops if isinstance(end, str) else end not in self._facts.eos
-        return end if own else None
+        return done.ended_by if done.ended_by in self._plan.ends else None
 
-    def _round(self, choice: Choice, update: Update) -> dict[str, Any]:
-        assert update.round is not None
-        proposed = list(update.proposed)
-        shown = self._texts.pieces(proposed, choice.context[-WINDOW:])
+    def _round(self, choice: Choice, event: Event) -> dict[str, Any]:
+        shown = self._texts.pieces(event.drafted, choice.context[-WINDOW:])
+        proposed = {"proposed": event.drafted, "proposed_texts": shown}
         report: dict[str, list[Any]] = {
-            "tokens": [piece.token for piece in update.pieces],
-            "texts": [piece.text for piece in update.pieces],
-            "origins": [piece.origin.value for piece in update.pieces],
-            "rounds": [{**update.round.to_json(), "proposed": proposed, "proposed_texts": shown}],
+            "tokens": [piece.token for piece in event.pieces],
+            "texts": [piece.text for piece in event.pieces],
+            "origins": [piece.origin.value for piece in event.pieces],
+            "rounds": [{**event.round.to_json(), **proposed}],
         }
         for name, values in report.items():
-            choice.report[name].extend(values)
+            choice.report.setdefault(name, []).extend(values)
         return report
 
     # --- whole answers ----------------------------------------------------------------------
@@ -145,7 +143,7 @@ class Answer:
         if request.return_token_ids:
             out["prompt_token_ids"] = list(self._plan.jobs[index].prompt)
             out["token_ids"] = done.tokens
-        if self._plan.rounds:
+        if self._rounds:
             out["forerun"] = choice.report
         return out
 
@@ -189,63 +187,62 @@ class Answer:
                 out += event(frame)
         return out
 
-    def frame(self, update: Update) -> bytes:
-        """What is sent of an update; nothing where there is nothing to say."""
+    def frame(self, update: Event) -> bytes:
+        """What is sent of an event; nothing where there is nothing to say."""
         text, report = self.take(update)
         by_token = self._plan.top is not None or self._plan.request.return_token_ids
-        calls = self.choices[update.index].calls
-        if report or calls or update.done or (by_token and update.pieces):
+        calls = self.choices[update.request].calls
+        if report or calls or update.completion or (by_token and update.pieces):
             return event(self._full(update, text, report))
-        return self._brief(update.index, text) if text else b""
+        return self._brief(update.request, text) if text else b""
 
     def _brief(self, index: int, text: str) -> bytes:
         """The frame of a round that added text and nothing else: all but that is written once."""
-        always = self._plan.usage[1]
         if (around := self._prepared.get(index)) is None:
             chunk = self._chunk(index, {"content": HERE} if self._plan.chat else HERE)
-            if always:
+            if self._always:
                 chunk["usage"] = HERE
             around = self._prepared[index] = event(chunk).split(dumps(HERE))
         parts = [around[0], dumps(text), around[1]]
-        if always:
+        if self._always:
             parts += [dumps(self.usage()), around[2]]
         return b"".join(parts)
 
-    def _full(self, update: Update, text: str, report: dict[str, Any] | None) -> dict[str, Any]:
-        done, request = update.done, self._plan.request
+    def _full(self, update: Event, text: str, report: dict[str, Any] | None) -> dict[str, Any]:
+        done, index, request = update.completion, update.request, self._plan.request
         delta: Any = {"content": text} if self._plan.chat and text else text or {}
-        if calls := self.choices[update.index].calls:
+        if calls := self.choices[index].calls:
             delta = (delta or {}) | {"tool_calls": [_called(*call) for call in calls]}
-        frame = self._chunk(update.index, delta)
+        frame = self._chunk(index, delta)
         choice = frame["choices"][0]
         tokens = [piece.token for piece in update.pieces]
         if tokens:
-            choice["logprobs"] = self._logprobs(update.index, tokens, update.logprobs)
+            choice["logprobs"] = self._logprobs(index, tokens, update.logprobs)
         if request.return_token_ids:
             choice["token_ids"] = tokens
         if report is not None:
             choice["forerun"] = report
         if done is not None:
-            choice["finish_reason"] = _finish(self.choices[update.index])
+            choice["finish_reason"] = _finish(self.choices[index])
             choice["stop_reason"] = self._reason(done)
             if all(other.done for other in self.choices):
                 frame |= self.extras()
         return frame
 
     def _chunk(self, index: int, content: Any) -> dict[str, Any]:
-        chat, (at_end, always) = self._plan.chat, self._plan.usage
+        chat = self._plan.chat
         choice: dict[str, Any] = {"index": index}
         choice |= {"delta": content or {}} if chat else {"text": content or ""}
         choice |= {"logprobs": None, "finish_reason": None}
         kind = "chat.completion.chunk" if chat else "text_completion"
         frame = {**self._head(kind), "choices": [choice]}
-        if at_end or always:
-            frame["usage"] = self.usage() if always else None
+        if self._usage or self._always:
+            frame["usage"] = self.usage() if self._always else None
         return frame
 
     def closing(self) -> bytes:
         """What comes after the last frame: the usage if it was asked for, and the mark."""
-        if not self._plan.usage[0]:
+        if not self._usage:
             return DONE
         kind = "chat.completion.chunk" if self._plan.chat else "text_completion"
         return event({**self._head(kind), "choices": [], "usage": self.usage()}) + DONE
@@ -273,7 +270,7 @@ class Answer:
         queued = [choice.queued for choice in self.choices]
         out: dict[str, Any] = {"timings": reports.timings(plan.prompts, done, self._cached())}
         if plan.policy.report != "none":
-            out["metrics"] = reports.metrics(done, queued, plan.rounds)
+            out["metrics"] = reports.metrics(done, queued, self._rounds)
             out["forerun"] = reports.forerun(plan.policy, done, queued)
         if plan.ignored:
             out["ignored_fields"] = list(plan.ignored)

@@ -26,13 +26,12 @@ from forerun.engine import Logprob
 from forerun.engine.prefixes import Prefixes
 from forerun.errors import ForerunError
 from forerun.model import Model
-from forerun.runtime.generation import generation_config, sampling_settings
 from forerun.serve.answers import Answer
 from forerun.serve.config import Config
 from forerun.serve.errors import ApiError, bad
 from forerun.serve.guards import FAILED, Guard, error_response
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
-from forerun.serve.plans import AnswerPlan, Planner, ServedModel
+from forerun.serve.plans import AnswerPlan, Planner
 from forerun.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -78,20 +77,12 @@ class Server:
 
     def __init__(self, model: Model, config: Config) -> None:
         self.config, self.began = config, int(time.time())
-        self.facts = ServedModel(
-            config.name,
-            model.target.limit,
-            model.target.vocab_size,
-            model.eos,
-            {"temperature": 1.0, **sampling_settings(generation_config(model.target))},
-            model.target.facts.source_limit,
-            model.context,
-        )
-        self.texts = Texts(model.tokenizer, model.target.vocab_size)
-        self.tokens = Texts(model.tokenizer, model.target.vocab_size)
+        self.vocab_size = model.target.vocab_size
+        self.texts = Texts(model.tokenizer, self.vocab_size)
+        self.tokens = Texts(model.tokenizer, self.vocab_size)
         """For who wants tokens and nothing else, of texts of any length: nobody waits for them."""
-        self.planner = Planner(config, self.facts, self.texts)
-        self.structures = Structures(model.tokenizer, self.facts.vocab_size, model.eos)
+        self.planner = Planner(config, model, self.texts)
+        self.structures = Structures(model.tokenizer, self.vocab_size, model.eos)
         self.metrics = Metrics(config.metrics_prefix, config.name)
         self.memory = measure(model, config.memory)
         caches = model.target, *model.drafter.caches
@@ -127,9 +118,9 @@ class Server:
             read = await with_client(request, self.worker.score(plan.prompts, plan.top))
         reply = (self.worker.open if plan.writes else self.worker.answer_empty)(plan.jobs)
         try:
-            chat = Answer(plan, self.facts, self.texts, read)
+            chat = Answer(plan, self.config.name, self.texts, read)
             answer = chat if asked is None else ResponseAnswer(chat, asked)
-            if not plan.stream:
+            if not plan.request.stream:
                 body = await with_client(request, self._whole(answer, reply))
                 return Response(body, media_type="application/json")
         except BaseException:
@@ -169,27 +160,23 @@ class Server:
 
     def model_card(self) -> dict[str, Any]:
         return {
-            "id": self.facts.name,
+            "id": self.config.name,
             "object": "model",
             "created": self.began,
             "owned_by": "forerun",
-            "max_model_len": self.facts.limit,
+            "max_model_len": self.planner.limit,
             "meta": {
-                "vocab_size": self.facts.vocab_size,
-                "sampling_defaults": self.facts.defaults,
+                "vocab_size": self.vocab_size,
+                "sampling_defaults": self.planner.defaults,
                 **self.planner.policies.default.to_json(),
             },
         }
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model; none or an empty name means this one."""
-        if name and name != self.facts.name:
-            raise ApiError(
-                404,
-                f"no model {name!r:.100} here; this server has {self.facts.name!r}",
-                "model",
-                "model_not_found",
-            )
+        if name and name != self.config.name:
+            other = f"no model {name!r:.100} here; this server has {self.config.name!r}"
+            raise ApiError(404, other, "model", "model_not_found")
 
 
 class Page:
@@ -268,32 +255,22 @@ def _errors(app: FastAPI, server: Server) -> None:
         server.metrics.refused[words.get(error.status, "invalid")].inc()
         return error_response(error)
 
-    async def forerun_error(request: Request, error: Exception) -> Response:
-        return answer(api_error(error))
-
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return answer(_validation(error))
-
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = {404: f"no such path: {request.url.path!r:.100}"}.get(
-            error.status_code, str(error.detail)
-        )
-        return answer(ApiError(error.status_code, message))
-
-    async def gone(request: Request, error: Exception) -> Response:
-        server.metrics.gone["disconnected"].inc()
-        return Response(status_code=499)  # nobody reads it
-
-    async def bug(request: Request, error: Exception) -> Response:
+    async def failed(request: Request, error: Exception) -> Response:
+        if isinstance(error, Gone):
+            server.metrics.gone["disconnected"].inc()
+            return Response(status_code=499)  # nobody reads it
+        if isinstance(error, RequestValidationError):
+            return answer(_validation(error))
+        if isinstance(error, HTTPException):
+            missing = f"no such path: {request.url.path!r:.100}"
+            message = missing if error.status_code == 404 else str(error.detail)
+            return answer(ApiError(error.status_code, message))
+        if isinstance(error, ForerunError):
+            return answer(api_error(error))
         return error_response(ApiError(500, FAILED))
 
-    app.add_exception_handler(ForerunError, forerun_error)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Gone, gone)
-    app.add_exception_handler(Exception, bug)
+    for kind in (ForerunError, RequestValidationError, HTTPException, Gone, Exception):
+        app.add_exception_handler(kind, failed)
 
 
 def _validation(error: RequestValidationError) -> ApiError:
@@ -371,7 +348,7 @@ def _tokens(app: FastAPI, server: Server) -> None:
         else:
             special = body.add_special_tokens is not False
             tokens = await texts.run(texts.encode, str(given[0]), special)
-        out = {"count": len(tokens), "max_model_len": server.facts.limit, "tokens": tokens}
+        out = {"count": len(tokens), "max_model_len": server.planner.limit, "tokens": tokens}
         names = await texts.run(texts.names, tokens) if body.return_token_strs else None
         return await written(out | {"token_strs": names})
 
@@ -380,10 +357,8 @@ def _tokens(app: FastAPI, server: Server) -> None:
         """The text of token ids."""
         server.check_model(body.model)
         most = max(body.tokens, default=0)
-        if most >= server.facts.vocab_size:
-            raise bad(
-                f"token id {most} is outside the vocabulary of {server.facts.vocab_size}", "tokens"
-            )
+        if most >= (size := server.vocab_size):
+            raise bad(f"token id {most} is outside the vocabulary of {size}", "tokens")
         return await written({"prompt": await texts.run(texts.decode, body.tokens, False)})
 
     async def written(value: dict[str, Any]) -> Response:
@@ -417,12 +392,11 @@ def _about(app: FastAPI, server: Server) -> None:
     @app.get("/forerun/parts", responses=ERRORS)
     async def available() -> dict[str, Any]:
         """Controllers and rules a request may name; what the page needs to know."""
-        facts = server.facts
         return {
-            "model": facts.name,
-            "max_model_len": facts.limit,
+            "model": server.config.name,
+            "max_model_len": server.planner.limit,
             "chat": server.texts.chats,
-            "sampling_defaults": facts.defaults,
+            "sampling_defaults": server.planner.defaults,
             **server.planner.policies.to_json(),
         }
 

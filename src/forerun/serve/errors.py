@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from forerun.errors import ForerunError
@@ -64,3 +66,14 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
 def unsupported(what: str, param: str) -> ApiError:
     """Status 501: known, and not here."""
     return ApiError(501, f"{what} not supported by this server", param, "not_supported")
+
+
+@contextmanager
+def blaming(param: str | None) -> Iterator[None]:
+    """Tell what is refused here as the fault of a field."""
+    try:
+        yield
+    except ApiError:
+        raise
+    except ForerunError as error:
+        raise bad(str(error), param) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import (
@@ -14,8 +15,8 @@ from prometheus_client import (
     generate_latest,
 )
 
-from forerun.engine.results import Completion, Origin, Round
-from forerun.serve.worker import Update, Updates, Worker
+from forerun.engine.results import Completion, Event, Origin
+from forerun.serve.worker import Update, Worker
 from forerun.types import Stop
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -107,27 +108,28 @@ class Metrics:
             Histogram, "drift", "Distance per judged position of lossy rules.", buckets=_DRIFT
         )
 
-    def update(self, updates: Updates) -> None:
+    def update(self, updates: Sequence[Update]) -> None:
         """Count what happened to texts, every counter once."""
         counts: Counts = defaultdict(float)
-        for _, update in updates:
-            if update.error is not None:
-                if getattr(update.error, "status", 400) == 500:
+        for update in updates:
+            if not isinstance(update, Event):
+                if getattr(update, "status", 400) == 500:
                     counts[self.errors] += 1
                     counts[self.finished["error"]] += 1
                 continue
-            if update.done is not None and update.done.scores is not None:
+            done = update.completion
+            if done is not None and done.scores is not None:
                 continue  # nothing was written
-            if update.round is not None:
-                self._round(update, update.round, counts)
-            if update.done is not None:
-                self._done(update, update.done, counts)
+            self._round(update, counts)
+            if done is not None:
+                self._done(update.queued, done, counts)
         for metric, count in counts.items():
             metric.inc(count)
 
-    def _round(self, update: Update, r: Round, counts: Counts) -> None:
-        counts[self.tokens] += len(update.pieces)
-        for piece in update.pieces:
+    def _round(self, event: Event, counts: Counts) -> None:
+        r = event.round
+        counts[self.tokens] += len(event.pieces)
+        for piece in event.pieces:
             counts[self.origins[piece.origin.value]] += 1
         counts[self.stopped[r.stopped_by.label]] += 1
         counts[self.phases["draft"]] += r.draft_seconds
@@ -145,15 +147,15 @@ class Metrics:
         for drift in r.drift or ():
             self.drift.observe(drift)
 
-    def _done(self, update: Update, done: Completion, counts: Counts) -> None:
+    def _done(self, queued: float, done: Completion, counts: Counts) -> None:
         stats = done.stats
         counts[self.finished.get(done.finish_reason, self.finished["error"])] += 1
         counts[self.prompt_tokens] += stats.prompt_tokens
         counts[self.queries] += stats.prompt_tokens
         counts[self.hits] += stats.cached_tokens
-        self.queue.observe(update.queued)
-        self.first.observe(update.queued + stats.first_token_seconds)
-        self.total.observe(update.queued + stats.seconds)
+        self.queue.observe(queued)
+        self.first.observe(queued + stats.first_token_seconds)
+        self.total.observe(queued + stats.seconds)
         self.prefill.observe(stats.prefill_seconds)
         self.decode.observe(max(stats.seconds - stats.prefill_seconds, 0.0))
         later = stats.tokens - done.rounds[0].committed

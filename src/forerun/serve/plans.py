@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from forerun.engine import Request, Sampling
-from forerun.errors import ForerunError
+from forerun.model import Model
 from forerun.requests import Constraint
-from forerun.runtime.generation import SETTINGS
+from forerun.runtime.generation import SETTINGS, generation_config, sampling_settings
 from forerun.serve.config import Config
-from forerun.serve.errors import bad
+from forerun.serve.errors import bad, blaming
 from forerun.serve.policy import Policies, Policy
 from forerun.serve.protocol import ChatRequest, CompletionRequest, Generation
 from forerun.serve.texts import Texts
@@ -23,20 +23,6 @@ LONGEST_WORDS = 4096  # characters of banned words, together
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """Of the served model."""
-
-    name: str
-    limit: int  # most tokens of context
-    vocab_size: int
-    eos: frozenset[int]
-    defaults: dict[str, float]  # sampling settings of requests that do not say
-    source_limit: int | None = None  # most tokens that an encoder reads of a prompt
-    context: Callable[[list[int]], tuple[list[int], list[int] | None]] = lambda ids: (ids, None)
-    """Prompt and source of a prompt's tokens; see `Model.context`."""
-
-
-@dataclass(frozen=True)
 class AnswerPlan:
     """A request that was read: `jobs[i]` writes choice `i`, from prompt `i // copies`."""
 
@@ -44,7 +30,7 @@ class AnswerPlan:
     jobs: Sequence[Request]
     copies: int
     policy: Policy
-    stops: tuple[str, ...]
+    ends: frozenset[str | int]  # stop strings and end-of-text ids of its own
     ignored: Sequence[str]
     request: Generation
     writes: bool  # whether anything is written: with `max_tokens` 0 a prompt is only scored
@@ -54,10 +40,6 @@ class AnswerPlan:
     @property
     def chat(self) -> bool:
         return isinstance(self.request, ChatRequest)
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.request.stream)
 
     @property
     def echo(self) -> bool:
@@ -72,25 +54,16 @@ class AnswerPlan:
             and not request.continue_final_message
         )
 
-    @property
-    def rounds(self) -> bool:
-        return self.policy.report == "rounds"
-
-    @property
-    def usage(self) -> tuple[bool, bool]:
-        """Whether a stream tells the usage at its end, and in every chunk."""
-        options = self.request.stream_options
-        if options is None:
-            return False, False
-        return bool(options.include_usage), bool(options.continuous_usage_stats)
-
 
 class Planner:
     """Makes plans of requests. Its methods run in the thread of `texts`."""
 
-    def __init__(self, config: Config, facts: ServedModel, texts: Texts) -> None:
-        self._config, self.facts, self._texts = config, facts, texts
+    def __init__(self, config: Config, model: Model, texts: Texts) -> None:
+        self._config, self._model, self._texts = config, model, texts
         self.policies = Policies(config)
+        self.limit, self._reads = model.target.limit, model.target.facts.source_limit
+        self.defaults = {"temperature": 1.0, **sampling_settings(generation_config(model.target))}
+        """Sampling settings of requests that do not say."""
 
     def completion(self, request: CompletionRequest, constraint: Constraint | None) -> AnswerPlan:
         ignored = request.ignored()
@@ -112,7 +85,7 @@ class Planner:
         ignored = request.ignored()
         if request.top_logprobs and not request.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
-        if self.facts.source_limit is not None:
+        if self._reads is not None:
             raise bad("this model has an encoder and no chat; use /v1/completions", "messages")
         self._check_count(request.n or 1)
         messages = [message.plain() for message in request.messages]
@@ -140,7 +113,7 @@ class Planner:
 
     def _check_length(self, text: str, field: str) -> None:
         """Refuse a text that cannot fit, however long its tokens are, before it is read."""
-        limit = self.facts.source_limit or self.facts.limit
+        limit = self._reads or self.limit
         if len(text) > limit * self._texts.longest:
             raise bad(
                 f"{field}: {len(text)} characters are more than the context's {limit} tokens",
@@ -166,17 +139,18 @@ class Planner:
         if wanted is not None and most is not None and wanted > most:
             raise bad(f"{wanted} tokens were asked for; at most {most} here", "max_tokens")
         policy = self.policies.of(request)
-        copies, stops = request.n or 1, _stops(request)
+        copies, eos, more = request.n or 1, self._model.eos, request.stop_token_ids or ()
+        ends = frozenset({*_stops(request), *more} - eos)
         prediction = self._prediction(request, policy)
         self._check_ids(request, prompts)
         jobs = []
         for prompt in prompts:
-            given, source = self.facts.context(prompt)
-            room = self.facts.limit - len(given)
+            given, source = self._model.context(prompt)
+            room = self.limit - len(given)
             if room < (wanted != 0):  # what writes nothing needs no room
                 raise bad(
-                    f"the prompt has {len(prompt)} tokens and the context holds "
-                    f"{self.facts.limit}; shorten it",
+                    f"the prompt has {len(prompt)} tokens and the context holds {self.limit}; "
+                    "shorten it",
                     "prompt",
                     "context_length_exceeded",
                 )
@@ -192,7 +166,7 @@ class Planner:
                         stream=soon, logprobs=top, prediction=prediction,
                     )
                 )  # fmt: skip
-        return AnswerPlan(prompts, jobs, copies, policy, stops, ignored, request, wanted != 0, top)
+        return AnswerPlan(prompts, jobs, copies, policy, ends, ignored, request, wanted != 0, top)
 
     def _check_ids(self, request: Generation, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse token ids outside the vocabulary, by the field that has them."""
@@ -202,14 +176,12 @@ class Planner:
             "stop_token_ids": request.stop_token_ids or (),
             "allowed_token_ids": request.allowed_token_ids or (),
         }
+        size = self._model.target.vocab_size
         for field, tokens in fields.items():
             for token in tokens:
-                if not 0 <= token < self.facts.vocab_size:
-                    raise bad(
-                        f"token id {token} in {field} is outside the vocabulary of "
-                        f"{self.facts.vocab_size}",
-                        field,
-                    )
+                if not 0 <= token < size:
+                    outside = f"token id {token} in {field} is outside the vocabulary of {size}"
+                    raise bad(outside, field)
 
     def _prediction(self, request: Generation, policy: Policy) -> tuple[int, ...]:
         """Token ids of a predicted text; a plain request or a lossy rule goes without."""
@@ -220,9 +192,9 @@ class Planner:
     def _sampling(
         self, request: Generation, tokens: int, copy: int, constraint: Constraint | None
     ) -> Sampling:
-        eos, ignore = _ends(request, self.facts.eos)
+        eos, ignore = _ends(request, self._model.eos)
         allowed = request.allowed_token_ids
-        given: dict[str, Any] = dict(self.facts.defaults)
+        given: dict[str, Any] = dict(self.defaults)
         for name in (*SETTINGS, "presence_penalty", "frequency_penalty"):
             if (value := getattr(request, name)) is not None:
                 given[name] = value
@@ -237,7 +209,7 @@ class Planner:
             raise bad(f"at most {LONGEST_WORDS} characters of bad_words", "bad_words")
         chats = isinstance(request, ChatRequest) and not request.ignore_eos
         stops, ends = _stops(request), self._texts.turns.ends if chats else ()
-        try:
+        with blaming(None):
             return Sampling(
                 **given,
                 max_new_tokens=tokens,
@@ -249,8 +221,6 @@ class Planner:
                 bad_words=tuple(filter(None, request.bad_words or ())),
                 allowed_tokens=None if allowed is None else tuple(allowed),
             )
-        except ForerunError as error:
-            raise bad(str(error)) from error
 
 
 def _stops(request: Generation) -> tuple[str, ...]:

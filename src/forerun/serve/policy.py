@@ -7,17 +7,14 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from forerun.controllers import CONTROLLERS, Controller
-from forerun.errors import ForerunError
 from forerun.registry import Registry
 from forerun.rules import RULES, AcceptanceRule
 from forerun.serve.config import ALL_RULES, Config
-from forerun.serve.errors import ApiError, bad
-from forerun.serve.protocol import MAX_SPEC, Generation, SpeculativeFields
+from forerun.serve.errors import ApiError, bad, blaming
+from forerun.serve.protocol import Generation, SpeculativeFields
 
 PLAIN = "fixed(0)"
 """The controller of `"speculative": false`."""
-REPORTS = ("none", "summary", "rounds")
-_XARGS = {"forerun_controller": "controller", "forerun_rule": "rule", "forerun_report": "report"}
 
 
 @dataclass(frozen=True)
@@ -54,14 +51,11 @@ class Policies:
             return Policy(CONTROLLERS.make(PLAIN), RULES.make("gumbel"))
         if asked is None or asked is True:
             return self.default
-        try:
-            controller, rule = self.default.controller, self.default.rule
-            if asked.controller is not None:
-                controller = CONTROLLERS.make(asked.controller)
-            if asked.rule is not None:
-                rule = RULES.make(asked.rule)
-        except ForerunError as error:
-            raise bad(str(error), field) from error
+        with blaming(field):
+            own = self.default
+            name, kept = asked.controller, asked.rule
+            controller = own.controller if name is None else CONTROLLERS.make(name)
+            rule = own.rule if kept is None else RULES.make(kept)
         if rule != self.default.rule:
             self._permit(rule, field)
         return Policy(controller, rule, asked.report or self.default.report)
@@ -110,14 +104,9 @@ def _names(rule: AcceptanceRule) -> Iterator[str]:
 
 def _asked(request: Generation) -> tuple[bool | SpeculativeFields | None, str]:
     """`speculative`, or vLLM's flat spelling of it, and the field it stood in."""
-    flat = {_XARGS[k]: v for k, v in (request.vllm_xargs or {}).items() if k in _XARGS}
-    if not flat:
+    flat = request.vllm_xargs
+    if flat is None or not flat.model_fields_set:
         return request.speculative, "speculative"
     if request.speculative is not None:
         raise bad("give speculative or vllm_xargs, not both", "vllm_xargs")
-    for name, value in flat.items():
-        if not isinstance(value, str) or len(value) > MAX_SPEC:
-            raise bad(f"forerun_{name} must be a short text, got {value!r:.60}", "vllm_xargs")
-    if flat.get("report", "none") not in REPORTS:
-        raise bad(f"forerun_report must be one of {', '.join(REPORTS)}", "vllm_xargs")
-    return SpeculativeFields(**flat), "vllm_xargs"
+    return flat, "vllm_xargs"

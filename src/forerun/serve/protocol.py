@@ -48,6 +48,12 @@ class SpeculativeFields(BaseModel):
     report: Literal["none", "summary", "rounds"] | None = None
 
 
+class FlatFields(SpeculativeFields):
+    """The same as clients of vLLM can spell it."""
+
+    model_config = ConfigDict(extra="ignore", alias_generator="forerun_{}".format)
+
+
 class Part(BaseModel):
     """A piece of a message."""
 
@@ -139,7 +145,7 @@ class Generation(BaseModel):
     guided_grammar: str | None = None
     json_schema: dict[str, Any] | str | None = None
     speculative: StrictBool | SpeculativeFields | None = None
-    vllm_xargs: dict[str, Any] | None = None
+    vllm_xargs: FlatFields | None = None
 
     def ignored(self) -> list[str]:
         """Names of fields that were sent for others; `ApiError` 400 for one that is nearly one of

@@ -9,12 +9,12 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from forerun.engine import Event
 from forerun.serve.answers import Answer
 from forerun.serve.errors import ApiError, bad, unsupported
 from forerun.serve.protocol import ChatRequest, Generation
 from forerun.serve.streaming import dumps
 from forerun.serve.tools import Call
-from forerun.serve.worker import Update
 
 NEEDLESS = frozenset({"reasoning.encrypted_content"})  # `include` may name it: there is none
 
@@ -192,8 +192,8 @@ class ResponseAnswer:
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
-    def frame(self, update: Update) -> bytes:
-        """Events of what an update adds: text, or calls."""
+    def frame(self, update: Event) -> bytes:
+        """Events of what an event adds: text, or calls."""
         text, _ = self._answer.take(update)
         events = list(self._text(text)) if text else []
         for call, new in self._answer.choices[0].calls:

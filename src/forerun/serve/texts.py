@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from forerun import chat
+from forerun.checks import encodable
 from forerun.engine.text import UNREADABLE, Detokenizer, token_bytes
 from forerun.errors import PromptError, SettingError
-from forerun.serve.errors import bad
+from forerun.serve.errors import bad, blaming
 
 T = TypeVar("T")
 
@@ -51,11 +52,8 @@ class Texts:
     def encode(self, text: str, special: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise bad("this model has no tokenizer; give token ids instead of text", "prompt")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise bad(f"the text is not valid Unicode: {error.reason}", "prompt") from error
-        return chat.encode(self.tokenizer, text, special)
+        with blaming("prompt"):
+            return chat.encode(self.tokenizer, encodable(text, "the text"), special)
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """Text of tokens; ids the tokenizer does not know have none."""

@@ -1,25 +1,23 @@
-"""The thread that owns the engine, and the queues to and from it.
+"""The thread that owns the engine: requests go in, updates come out by a bounded queue per client.
 
-The only module of the server that knows the engine. Requests go in, `Update`s come out through a
-bounded queue per client.
+The only module of the server that knows the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forerun.engine import Completion, Engine, Event, Logprob, Piece, Request, Round, Stats
+from forerun.engine import Completion, Engine, Event, Logprob, Request, Stats
 from forerun.engine.prefixes import Prefixes
+from forerun.engine.reporting import NOTHING
 from forerun.errors import ForerunError, PromptError, SettingError
 from forerun.model import Model
 from forerun.serve.errors import ApiError
@@ -59,22 +57,8 @@ def measure(model: Any, budget: int | None, width: int = 8) -> Memory:
     return Memory(budget, sum(one.token_bytes for one in facts), logits)
 
 
-@dataclass(frozen=True)
-class Update:
-    """What happened to one job of a reply: it had a round, perhaps its last, or failed."""
-
-    index: int
-    queued: float = 0.0  # seconds it waited for a row
-    pieces: Sequence[Piece] = ()
-    logprobs: Sequence[Logprob] = ()  # of the pieces, if the job asked for them
-    proposed: Sequence[int] = ()  # what was drafted; `round.accepted` of it were kept
-    round: Round | None = None  # None: it failed, or writes nothing
-    done: Completion | None = None
-    error: ForerunError | None = None
-
-    @property
-    def last(self) -> bool:
-        return self.done is not None or self.error is not None
+Update = Event | ForerunError
+"""What happened to a job: an event, whose request is its place in the reply; or why it failed."""
 
 
 @dataclass(eq=False)
@@ -85,8 +69,7 @@ class Ticket:
     index: int
     job: Request
     arrived: float = field(default_factory=time.perf_counter)
-    queued: float = 0.0
-    request: int | None = None  # the engine's id while it runs
+    request: int | None = None  # the engine's id
 
 
 class Reply:
@@ -100,36 +83,36 @@ class Reply:
         self.tickets = [Ticket(self, i, job) for i, job in enumerate(jobs)]
         self.slow = asyncio.Event()  # whether it was cancelled because nobody read it
 
-    def put(self, update: Update) -> None:
+    def put(self, index: int, update: Update) -> None:
         """Take an update; one too many, and the reply fails: its reader is too slow."""
-        if update.index not in self._open:
+        if index not in self._open:
             return  # it was cancelled meanwhile
-        if update.last:
-            self._open.discard(update.index)
+        if not isinstance(update, Event) or update.completion is not None:
+            self._open.discard(index)
         if self._updates.qsize() >= self._room:
             self.cancel()
             self.slow.set()
             while not self._updates.empty():
                 self._updates.get_nowait()
-            late = ApiError(503, "the stream was not read fast enough and was cancelled")
-            update = Update(update.index, error=late)
+            update = ApiError(503, "the stream was not read fast enough and was cancelled")
         self._updates.put_nowait(update)
 
-    async def updates(self) -> AsyncIterator[list[Update]]:
-        """All of them, those together that are there; ends with the last job's last, or raises the
+    async def updates(self) -> AsyncIterator[list[Event]]:
+        """All events, those together that are there; ends with the last job's last, or raises the
         first error after what came before it."""
         left = len(self.tickets)
         while left:
             there = [await self._updates.get()]
             while not self._updates.empty():
                 there.append(self._updates.get_nowait())
-            good = list(itertools.takewhile(lambda update: update.error is None, there))
-            left -= sum(update.last for update in good)
-            if good:
-                yield good
-            for error in filter(None, (update.error for update in there)):
-                self.cancel()  # one that fails takes its siblings along
-                raise error
+            events = [update for update in there if isinstance(update, Event)]
+            left -= sum(event.completion is not None for event in events)
+            if events:
+                yield events
+            for error in there:
+                if isinstance(error, ForerunError):
+                    self.cancel()  # one that fails takes its siblings along
+                    raise error
 
     @property
     def open(self) -> bool:
@@ -142,12 +125,9 @@ class Reply:
             self._worker.forget(self)
 
 
-Updates = Sequence[tuple[Ticket, Update]]
-
-
 class Worker:
-    """The engine behind queues: of `queue_size` requests that wait, and per job of `buffer` updates
-    for a reader. `watch` is called on the event loop with the tickets and updates of a round.
+    """The engine in a thread: it holds `queue_size` requests that wait, and per job `buffer`
+    updates for a reader. `watch` is called on the event loop with the updates of a round.
 
     Its methods are called on the event loop, but for those that say otherwise.
     """
@@ -159,7 +139,7 @@ class Worker:
         queue_size: int = 256,
         memory: Memory | None = None,
         buffer: int = 1024,
-        watch: Callable[[Updates], None] = lambda updates: None,
+        watch: Callable[[Sequence[Update]], None] = lambda updates: None,
         prefixes: Prefixes | None = None,
     ) -> None:
         self.max_rows, self.queue_size = max_rows, queue_size
@@ -170,8 +150,8 @@ class Worker:
         self._seconds = 1.0  # of a typical request, for Retry-After
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._engine = Engine(
-            model.target, model.drafter, model.tokenizer, model.eos, max_rows + 1,
-            meter=model.meter, prefixes=prefixes,
+            model.target, model.drafter, model.tokenizer, model.eos, max_rows,
+            meter=model.meter, prefixes=prefixes, fits=self._fits,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -179,8 +159,8 @@ class Worker:
         self._news: list[tuple[Ticket, Update]] = []
         """What the event loop does not know yet. It wakes once per round: whenever it is woken,
         this thread may have to wait until it has done what there is to do."""
-        self._waiting: deque[Ticket] = deque()
-        self._running: dict[int, Ticket] = {}
+        self._tickets: dict[int, Ticket] = {}
+        """By the engine's ids, of all that it was given."""
         self._ended = False
 
     def start(self) -> None:
@@ -194,7 +174,7 @@ class Worker:
 
     @property
     def running(self) -> int:
-        return sum(ticket.request is not None for ticket in self._live)
+        return len({ticket.request for ticket in self._live} & self._engine.running.keys())
 
     @property
     def waiting(self) -> int:
@@ -203,8 +183,7 @@ class Worker:
     @property
     def share(self) -> float:
         """Of the memory that running requests may come to take, in [0, 1]."""
-        running = [ticket.job for ticket in self._live if ticket.request is not None]
-        return self.memory.share([*map(self._columns, running)])
+        return self.memory.share([*map(self._columns, self._engine.running.values())])
 
     def check(self, jobs: Sequence[Request]) -> None:
         """Refuse what cannot be served: PromptError, SettingError. From any thread."""
@@ -232,7 +211,7 @@ class Worker:
             )
         reply = Reply(self, jobs, self._buffer)
         self._live.update(reply.tickets)
-        self._inbox.put(lambda: self._waiting.extend(reply.tickets))
+        self._inbox.put(lambda: self._submit(reply.tickets))
         return reply
 
     def answer_empty(self, jobs: Sequence[Request]) -> Reply:
@@ -241,7 +220,7 @@ class Worker:
         for i, job in enumerate(jobs):
             stats = Stats.of([], len(job.prompt), 0.0, 0.0, 0.0)
             done = Completion("", [], "length", [], stats, [], seed=0, logprobs=[])
-            reply.put(Update(i, done=done))
+            reply.put(i, Event(i, [], NOTHING, [], done))
         return reply
 
     def _retry_after(self) -> int:
@@ -262,8 +241,8 @@ class Worker:
         try:
             async for updates in reply.updates():
                 for update in updates:
-                    if update.done is not None:
-                        out[places[update.index]] = update.done.scores or ()
+                    if update.completion is not None:
+                        out[places[update.request]] = update.completion.scores or ()
         finally:
             reply.cancel()
         return out
@@ -275,21 +254,22 @@ class Worker:
         while self._live and self.alive and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         gone = ApiError(503, "the server is shutting down", retry_after=5)
-        self._deliver([(ticket, Update(ticket.index, error=gone)) for ticket in self._live])
+        self._deliver([(ticket, gone) for ticket in self._live])
         self._inbox.put(self._end)
         deadline = time.monotonic() + LAST_ROUND
         while self.alive and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
-    def _deliver(self, updates: Updates) -> None:
+    def _deliver(self, updates: Sequence[tuple[Ticket, Update]]) -> None:
         known = [(ticket, update) for ticket, update in updates if ticket in self._live]
         for ticket, update in known:
-            if update.last:
+            done = update.completion if isinstance(update, Event) else None
+            if done is not None:
+                self._seconds += 0.1 * (done.stats.seconds - self._seconds)
+            if done is not None or isinstance(update, ForerunError):
                 self._live.discard(ticket)
-                if update.done is not None:
-                    self._seconds += 0.1 * (update.done.stats.seconds - self._seconds)
-            ticket.reply.put(update)
-        self._watch(known)
+            ticket.reply.put(ticket.index, update)
+        self._watch([update for _, update in known])
 
     # --- in the engine's thread -------------------------------------------------------------
 
@@ -298,14 +278,13 @@ class Worker:
         try:
             while not self._ended:
                 self._listen()
-                self._admit()
                 self._flush()
-                if self._running:
-                    self._round()
+                if self._tickets:
+                    self._news.extend(map(self._update, self._engine.step()))
         except BaseException as error:
             log.exception("the engine's thread ended")
-            lost = [*self._running.values(), *self._waiting]
-            self._fail(lost, ApiError(503, f"the engine ended ({type(error).__name__})"))
+            ended = ApiError(503, f"the engine ended ({type(error).__name__})")
+            self._news.extend((ticket, ended) for ticket in self._tickets.values())
             self._flush()
 
     def _flush(self) -> None:
@@ -318,7 +297,7 @@ class Worker:
 
     def _listen(self) -> None:
         """Do what was asked meanwhile; with nothing else to do, wait for it."""
-        idle = not (self._running or self._waiting)
+        idle = not self._tickets
         if idle:
             self._flush()
         while True:
@@ -336,73 +315,51 @@ class Worker:
         limit = self._engine.target.limit
         return min(len(job.prompt) + job.sampling.max_new_tokens, limit)
 
+    def _fits(self, running: Sequence[Request], job: Request) -> bool:
+        return self.memory.fits([*map(self._columns, running)], self._columns(job))
+
+    def _submit(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            ticket.request = self._engine.submit(ticket.job, since=ticket.arrived)
+            self._tickets[ticket.request] = ticket
+
     def _cancel(self, tickets: Sequence[Ticket]) -> None:
         """Free the rows of these jobs, running or waiting."""
-        gone = set(tickets)
-        self._waiting = deque(t for t in self._waiting if t not in gone)
-        for ticket in gone:
-            if ticket.request in self._running:
-                del self._running[ticket.request]
+        for ticket in tickets:
+            if ticket.request in self._tickets:
+                del self._tickets[ticket.request]
                 self._engine.cancel(ticket.request)
 
-    def _admit(self) -> None:
-        """First come, first served: whoever is next waits until there is room for him."""
-        held = [self._columns(ticket.job) for ticket in self._running.values()]
-        while (ticket := self._next()) is not None:
-            columns = self._columns(ticket.job)
-            if not self.memory.fits(held, columns):
-                break
-            self._waiting.remove(ticket)
-            held.append(columns)
-            ticket.queued = time.perf_counter() - ticket.arrived
-            ticket.request = self._engine.submit(ticket.job)
-            self._running[ticket.request] = ticket
-
-    def _next(self) -> Ticket | None:
-        """Texts are scored one after the other, as a pass takes a part of one, and in a row more
-        than there are for who writes: neither waits for the other."""
-        scoring = any(ticket.job.scores is not None for ticket in self._running.values())
-        full = len(self._running) - scoring >= self.max_rows
-        waits = {True: scoring, False: full}
-        return next((t for t in self._waiting if not waits[t.job.scores is not None]), None)
-
-    def _round(self) -> None:
-        try:
-            events = self._engine.step()
-        except Exception as error:
-            log.exception("the engine failed; %d running requests are lost", len(self._running))
-            lost = list(self._running.values())
-            self._running.clear()
-            self._engine.clear()
-            self._fail(lost, _bug(type(error)))
-            return
-        self._news.extend([self._update(event) for event in events])
-
     def _update(self, event: Event) -> tuple[Ticket, Update]:
-        ticket, done = self._running[event.request], event.completion
+        ticket, done = self._tickets[event.request], event.completion
+        event.request = ticket.index
         if done is not None:
-            del self._running[event.request]
+            assert ticket.request is not None
+            del self._tickets[ticket.request]
             if done.error is not None:
-                return ticket, Update(ticket.index, error=_failed(done))
+                return ticket, _failed(done)
+            event.completion = _from_its_row(done, event.queued)
         try:
-            pieces = event.pieces
+            _ = event.pieces
         except Exception as error:  # its tokenizer
             log.exception("a request's text could not be made")
             self._cancel([ticket])
-            return ticket, Update(ticket.index, error=_bug(type(error)))
-        return ticket, Update(
-            ticket.index, ticket.queued, pieces, event.logprobs, event.drafted, event.round, done
-        )
-
-    def _fail(self, tickets: Sequence[Ticket], error: ForerunError) -> None:
-        self._news.extend((ticket, Update(ticket.index, error=error)) for ticket in tickets)
+            return ticket, _bug(type(error))
+        return ticket, event
 
     def _end(self) -> None:
         """Leave `_run`; what still ran is dropped."""
         self._ended = True
-        self._waiting.clear()
-        self._running.clear()
+        self._tickets.clear()
         self._engine.clear()
+
+
+def _from_its_row(done: Completion, queued: float) -> Completion:
+    """With seconds from when it had a row."""
+    seconds, first = (
+        max(given - queued, 0.0) for given in (done.stats.seconds, done.stats.first_token_seconds)
+    )
+    return replace(done, stats=replace(done.stats, seconds=seconds, first_token_seconds=first))
 
 
 def _failed(done: Completion) -> ApiError:
