@@ -303,7 +303,7 @@ WRONG = [
     ({"prompt": "x", "grammar": "root ::= x"}, 501, "grammar", "gbnf"),
     ({"prompt": "x", "no_repeat_ngram_size": 2}, 501, "no_repeat_ngram_size", "ngram"),
     ({"prompt": "x", "guided_json": "[" * 5000}, 400, "guided_json", "cannot be read"),
-    ({"prompt": "a\ud800b"}, 400, "prompt", "unicode"),
+    ({"prompt": "a\ud800b"}, 400, "prompt", "half a character"),
     ({"prompt": "word " * 2000}, 400, "prompt", "shorten"),
     ({"prompt": "x", "temperature": -1}, 400, "temperature", "greater"),
     ({"prompt": "x", "temperature": "hot"}, 400, "temperature", "number"),
