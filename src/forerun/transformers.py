@@ -12,7 +12,6 @@ True
 True
 """
 
-from forerun.hosts.attach import attach, detach
-from forerun.hosts.speculative import Speculative
+from forerun.hosts.speculative import Speculative, attach, detach
 
 __all__ = ["Speculative", "attach", "detach"]

@@ -6,10 +6,17 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig
+
+from forerun.engine import Sampling
 from forerun.engine.results import Completion, Round, Stats
-from forerun.errors import ForerunWarning, SettingError, optional
+from forerun.errors import ForerunWarning, GenerationError, SettingError, optional
+from forerun.hosts.speculative import attach
 from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, load
 from forerun.rules import RULES
 from forerun.runtime.load import load_model, load_tokenizer
@@ -18,6 +25,7 @@ REPORTED = (
     "tokens", "acceptance_rate", "block_efficiency", "tokens_per_second", "drift_mean", "drift_max"
 )  # fmt: skip
 """Statistics over all texts that were written; rates are None if there are none."""
+DRAWN = "temperature", "top_p", "top_k", "min_p"
 Wrote = Callable[[Sequence[Completion], float], None]
 """Told texts that are complete, and when they began by `time.perf_counter`."""
 
@@ -90,15 +98,10 @@ def evaluate(
 
 
 def _harnessed(how: Evaluated, wrote: Wrote) -> Any:
-    """The model as lm-eval drives it: its own class, whose `generate` is ours, or one of ours."""
+    """lm-eval's own model over the attached one, or over an engine of another runtime."""
+    kind = optional("lm_eval.models.huggingface", "lm-eval").HFLM
     if how.runtime != "torch":
-        from forerun.hosts.lm_eval_model import HarnessModel
-
-        model = load(how.target, how.draft, runtime=how.runtime, dtype=how.dtype)
-        names = "controller", "rule", "batch_size"
-        return HarnessModel(model, wrote, {name: getattr(how, name) for name in names})
-    from forerun.hosts.attach import attach
-
+        return _over_engine(kind, how, wrote)
     hf, tokenizer = load_model(how.target, dtype=how.dtype), load_tokenizer(how.target)
     speculative = attach(hf, how.draft, how.controller, how.rule, tokenizer)
     attached = hf.generate
@@ -110,5 +113,54 @@ def _harnessed(how: Evaluated, wrote: Wrote) -> Any:
         return out
 
     hf.generate = generate
-    harness = optional("lm_eval.models.huggingface", "lm-eval")
-    return harness.HFLM(pretrained=hf, tokenizer=tokenizer, batch_size=how.batch_size)
+    return kind(pretrained=hf, tokenizer=tokenizer, batch_size=how.batch_size)
+
+
+def _over_engine(kind: Any, how: Evaluated, wrote: Wrote) -> Any:
+    """An `HFLM` whose texts are written speculatively; given ones are scored one at a time in plain
+    passes."""
+    model = load(how.target, how.draft, runtime=how.runtime, dtype=how.dtype)
+    pad, rows = model.tokenizer.pad_token_id, model.target
+    harness = kind(
+        pretrained=SimpleNamespace(device=torch.device("cpu"), config=PreTrainedConfig()),
+        backend="causal", tokenizer=model.tokenizer, max_length=rows.limit,
+        batch_size=how.batch_size,
+    )  # fmt: skip
+    scored = harness._loglikelihood_tokens
+
+    def call(inps: torch.Tensor, **_: Any) -> torch.Tensor:
+        texts = inps.tolist()
+        try:
+            rows.read([text[:1] for text in texts], inps.shape[1])
+            return rows.feed(texts)
+        finally:
+            rows.keep([])
+
+    def generate(
+        context: torch.Tensor,
+        max_length: int,
+        stop: Sequence[str],
+        attention_mask: Any,
+        **asked: Any,
+    ) -> torch.Tensor:
+        kept = zip(context, attention_mask.bool(), strict=True)
+        drawn = {name: asked[name] for name in DRAWN if name in asked and asked.get("do_sample")}
+        most, began = max_length - context.shape[1], time.perf_counter()
+        done = model.generate(
+            [row[inside].tolist() for row, inside in kept], controller=how.controller,
+            rule=how.rule, batch_size=how.batch_size,
+            sampling=Sampling(**drawn, max_new_tokens=most, stop=tuple(stop)),
+        )  # fmt: skip
+        wrote(done, began)
+        for completion in done:
+            if completion.error is not None:
+                raise GenerationError(completion.error, completion)
+        texts = [
+            torch.tensor([*before, *completion.tokens])
+            for before, completion in zip(context.tolist(), done, strict=True)
+        ]
+        return pad_sequence(texts, batch_first=True, padding_value=pad)
+
+    harness._model_call, harness._model_generate = call, generate
+    harness._loglikelihood_tokens = lambda *args, **more: scored(*args, **more | {"override_bs": 1})
+    return harness

@@ -1,12 +1,14 @@
-"""The engine behind transformers' `generate`."""
+"""The engine behind transformers' `generate`, for one call or for all that calls it."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +34,10 @@ READ = frozenset(
     | {"decoder_attention_mask", "return_dict", "cache_position", *CACHE_ARGUMENTS}
 )
 """What `generate` hands on that is read, or makes no difference here."""
+REFUSED = "assistant_model", "negative_prompt_ids", "inputs_embeds", "encoder_outputs"
+"""Arguments of `generate` that ask for what is not served."""
+CACHING = "generation_config", "use_cache", *CACHE_ARGUMENTS
+"""Those that may say something of a cache."""
 LEAST_ROWS = 16
 """Texts that are decoded together, if a call has no more."""
 
@@ -48,27 +54,16 @@ class PreparedCall:
     source: torch.Tensor | None  # (rows, n) that an encoder reads
     streamer: Any
 
-    @cached_property
-    def kept(self) -> list[torch.Tensor]:
-        """Per row `(n,)` bool, which of its ids are none of padding."""
+    def __post_init__(self) -> None:
         name = "attention_mask" if self.source is None else "decoder_attention_mask"
-        return _kept(self.ids, self.given.get(name))
-
-    @property
-    def padding(self) -> list[int]:
-        """Tokens of padding before each row's prompt."""
-        return [int((~kept).sum()) for kept in self.kept]
-
-    @property
-    def cache(self) -> Any:
-        """The cache it was given, or made by `generate`; None without one."""
-        return next((self.given[k] for k in CACHE_ARGUMENTS if self.given.get(k) is not None), None)
-
-    @property
-    def pad(self) -> int:
+        self.kept = _kept(self.ids, self.given.get(name))
+        """Per row `(n,)` bool, which of its ids are none of padding."""
+        self.padding = [int((~kept).sum()) for kept in self.kept]
+        given = (self.given[k] for k in CACHE_ARGUMENTS if self.given.get(k) is not None)
+        self.cache: Any = next(given, None)
+        """It was given, or made by `generate`."""
+        self.pad = int(getattr(self.config, "_pad_token_tensor", None) or 0)
         """What rows that have ended are filled up with."""
-        pad = getattr(self.config, "_pad_token_tensor", None)
-        return 0 if pad is None else int(pad)
 
     def sources(self) -> list[list[int] | None]:
         """Per row what an encoder reads, without padding."""
@@ -92,10 +87,7 @@ class PreparedCall:
         elif self.source is not None and self.source.is_floating_point():
             why = "a source that is no text"
         if why:
-            raise SettingError(
-                f"{why} cannot be served by speculation: it decodes greedily or samples, from "
-                "token ids; call type(model).generate(model, ...) for that"
-            )
+            raise _refusal(why)
 
 
 class Speculative:
@@ -121,6 +113,7 @@ class Speculative:
         self.draft = draft if isinstance(draft, torch.nn.Module) else drafter_spec(draft)
         self.tokenizer = tokenizer
         self.last: list[Completion] = []
+        self._signature = inspect.signature(self)
         self._lock = threading.Lock()
         self._model: Any = None
         self._runner: Model | None = None
@@ -163,6 +156,38 @@ class Speculative:
         self.last = done
         return _returned(call, done)
 
+    def generate(self, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`, speculating; `attach` sets it on the model."""
+        plain = type(model).generate
+        if kwargs.get("custom_generate") is not None:
+            return plain(model, *args, **kwargs)
+        for name in REFUSED:
+            if kwargs.get(name) is not None:
+                raise _refusal(name)
+        if all(kwargs.get(name) is None for name in CACHING):
+            kwargs["use_cache"] = False  # one that nobody would read takes a tenth of a call
+        # transformers hands on what the signature names, but for the streamer, and asks for it
+        # twice a call, which takes longer of an object.
+        run = functools.partial(self, streamer=kwargs.get("streamer"))
+        run.__signature__ = self._signature  # type: ignore[attr-defined]
+        return plain(model, *args, custom_generate=run, **self._stopped(kwargs))
+
+    def _stopped(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Stop strings as criteria: transformers drops the tokenizer that they need."""
+        tokenizer = kwargs.pop("tokenizer", None) or self.tokenizer
+        config, strings = kwargs.get("generation_config"), kwargs.pop("stop_strings", None)
+        if config is not None and config.stop_strings:
+            kwargs["generation_config"] = copy.deepcopy(config)
+            kwargs["generation_config"].stop_strings, strings = None, strings or config.stop_strings
+        if not strings:
+            return kwargs
+        if tokenizer is None:
+            raise SettingError("stop_strings need the model's tokenizer: generate(tokenizer=...)")
+        from transformers.generation import StoppingCriteriaList, StopStringCriteria
+
+        listed = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+        return {**kwargs, "stopping_criteria": StoppingCriteriaList(listed)}
+
     @contextmanager
     def _evaluating(self, model: Any) -> Iterator[None]:
         """Without dropout while anybody generates; then every module's mode is as it was."""
@@ -194,6 +219,62 @@ class Speculative:
                     drafter = ModelDrafter(rows, target.vocab_size)
                 self._model, self._runner = model, Model(drafter.target or target, drafter)
             return self._runner
+
+
+def attach(
+    model: Any,
+    draft: Any = "suffix",
+    controller: str | Controller | None = None,
+    rule: str | AcceptanceRule | None = None,
+    tokenizer: Any = None,
+) -> Speculative:
+    """Let `model.generate` speculate, and with it streamers, pipelines, chat loops and lm-eval.
+
+    The method is set on the instance, and takes `controller` and `rule` for one call, too. What it
+    cannot serve it refuses by name; `type(model).generate(model, ...)` is as before.
+
+    Args:
+        model: of transformers, in memory. Its weights, configuration and hooks stay as they are.
+        draft: who runs ahead: a model, a folder, or a spec like ``"suffix"``.
+        controller: how far; None: `auto`.
+        rule: what to keep; None: `gumbel`, which is lossless.
+        tokenizer: of the model, for `stop_strings` of calls that bring none, and for drafters that
+            compare it with theirs.
+
+    Returns:
+        What speculates; its `last` has the statistics of the newest call.
+
+    Raises:
+        SettingError: no model that generates, one with a `generate` of its own, or split over
+            processes.
+    """
+    if not hasattr(type(model), "generate"):
+        raise SettingError(f"a {type(model).__name__} does not generate; give a transformers model")
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        raise SettingError(
+            "a tensor-parallel model cannot speculate here: every process would decide for itself; "
+            "use device_map, or vLLM"
+        )
+    detach(model)
+    if "generate" in vars(model):
+        raise SettingError("this model brings a generate of its own, which is not replaced")
+    speculative = Speculative(draft, controller, rule, tokenizer)
+    model.generate = functools.partial(speculative.generate, model)
+    return speculative
+
+
+def detach(model: Any) -> None:
+    """Take what `attach` set away; of another model, nothing."""
+    ours = getattr(vars(model).get("generate"), "func", None)
+    if isinstance(getattr(ours, "__self__", None), Speculative):
+        del model.generate
+
+
+def _refusal(what: str) -> SettingError:
+    return SettingError(
+        f"{what} cannot be served by speculation: it decodes greedily or samples, from token ids; "
+        "call type(model).generate(model, ...) for that"
+    )
 
 
 def _kept(ids: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
@@ -269,24 +350,18 @@ def _returned(call: PreparedCall, done: list[Completion]) -> Any:
     cache = cache_of(columns, call.padding, call.cache) if len(columns) == len(done) else None
     if not config.return_dict_in_generate:
         return sequences
-    logits: Any = None
-    scores = None
+    logits = scores = None
     if config.output_logits or config.output_scores:  # 0 where a row has ended
         known = [torch.stack(list(completion.logits or ())).float() for completion in done]
         logits = pad_sequence(known, batch_first=True).to(ids.device).unbind(1)
     if config.output_scores:
         beginnings = (sequences[:, : ids.shape[1] + place] for place in range(longest))
         scores = tuple(map(call.processors, beginnings, (raw.clone() for raw in logits or ())))
-    encodes = call.source is not None
-    kind: Any = (
-        generation.GenerateEncoderDecoderOutput if encodes else generation.GenerateDecoderOnlyOutput
-    )
-    out = kind(
-        sequences=sequences,
-        scores=scores,
-        logits=logits if config.output_logits else None,
-        **{next(name for name in CACHE_ARGUMENTS if name in kind.__dataclass_fields__): cache},
-    )
+    coder = "DecoderOnly" if call.source is None else "EncoderDecoder"
+    kind = getattr(generation, f"Generate{coder}Output")
+    named = next(name for name in CACHE_ARGUMENTS if name in kind.__dataclass_fields__)
+    logits = logits if config.output_logits else None
+    out = kind(sequences=sequences, scores=scores, logits=logits, **{named: cache})
     out["forerun"] = [completion.stats for completion in done]
     return out
 
