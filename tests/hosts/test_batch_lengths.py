@@ -115,8 +115,9 @@ def served(
     added: tuple[float, float],
     chances: Sequence[float] = (0.95, 0.85, 0.6, 0.3),
     drafts: float = 1.0,
+    steps: int = 300,
 ) -> float:
-    """Tokens per second of 300 steps, a plain one of a second, as is reading a prompt.
+    """Tokens per second of so many steps, a plain one of a second, as is reading a prompt.
 
     Args:
         spec: of the controller.
@@ -128,7 +129,7 @@ def served(
     lengths, joined = BatchLengths(spec, most=8), 0
     running: dict[str, VirtualRequest] = {}
     tokens = seconds = 0.0
-    for _ in range(300):
+    for _ in range(steps):
         joins = rows - len(running)
         while len(running) < rows:
             joined += 1
@@ -156,17 +157,20 @@ def served(
     return tokens / seconds
 
 
+@pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("added", [(0.04, 0.01), (0.25, 0.05), (0.9, 0.1)])
-def test_auto_is_never_slower(added: tuple[float, float]) -> None:
-    """Of 300 steps it may lose the reserve, 16, and what prompts take."""
-    assert served("auto", 1, added, [0.0]) >= 0.92 * served("fixed(0)", 1, added)
+def test_auto_is_never_slower(added: tuple[float, float], rows: int) -> None:
+    """Of 60 requests that keep nothing: it may lose 16 tokens' time, and 1 % of what is written."""
+    steps = 60 * 48 // rows
+    auto, plain = (served(s, rows, added, [0.0], steps=steps) for s in ("auto", "fixed(0)"))
+    assert auto >= 0.98 * plain
 
 
 @pytest.mark.parametrize(
     ("rows", "added", "drafts"),
     [
-        (1, (0.25, 0.03), 1), (4, (0.25, 0.03), 1), (8, (0.25, 0.03), 1), (8, (0.5, 0.05), 1),
-        (4, (0.002, 0.05), 0.4),
+        (1, (0.25, 0.03), 1), (4, (0.25, 0.03), 1), (8, (0.25, 0.03), 1), (16, (0.25, 0.03), 1),
+        (8, (0.5, 0.05), 1), (4, (0.002, 0.05), 0.4),
     ],
 )  # fmt: skip
 def test_auto_is_the_best_length_of_a_mixed_batch(

@@ -31,6 +31,9 @@ class Seat(NamedTuple):
     """Tokens of its prompt that the drafter must read first."""
     left: int = 1 << 30
     """Most tokens that it may write yet."""
+    by_row: bool = False
+    """Whether what a batch loses counts by its rows: where no prompt is read for a draft, 16 rows
+    need no more rounds than one to see what drafts are worth."""
     outlook: Outlook = Outlook(0.0, 0.0)
     """What its policy expects."""
 

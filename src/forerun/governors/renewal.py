@@ -22,6 +22,9 @@ FORESEEN = 8
 HICCUP = 4.0
 """Plain rounds that a round with a draft takes from the reserve at most, unless the one before it
 lost as much: else one that the machine held up for 16 of them would rest thousands of tokens."""
+SHARED = 0.8
+"""Power of the rows for which a batch's rounds count if the reserve is `Seat.by_row`: by 1 good
+streams of 16 rows lose 2 % to it, by 0 poor ones do."""
 
 
 class Pace(NamedTuple):
@@ -129,6 +132,8 @@ class Renewal(Governor):
                 took = outcome.seconds / plain
         gain = (1 + self.interest) * tokens - took
         booked = max(gain, -max(HICCUP, pace.lost))
+        if isinstance(plan, _Weighed):
+            booked *= plan.shares
         return Pace(
             min(pace.reserve + booked - outcome.reading / plain, self.reserve),
             max(pace.budget + max(gain, -self.most), 0.0),
@@ -150,7 +155,9 @@ class _Weighed(Plan):
     ) -> None:
         self._costs, self._rows, self._paid = costs, rows, paid
         self._price = price * rows / costs.plain
-        self._budget = min(pace.reserve, pace.budget) * costs.plain
+        self.shares = rows**SHARED if seats[0].by_row else 1.0
+        """Plain rounds of the reserve that a round of this batch counts for."""
+        self._budget = min(pace.reserve / self.shares, pace.budget) * costs.plain
         self._rides = costs.prefill is not None and any(seat.rides for seat in seats)
         self._apart = costs.packed and rows > 1
         """Whether each row's tokens make the pass wider by themselves."""

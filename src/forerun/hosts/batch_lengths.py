@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
+from functools import partial
 from math import ceil, log2
 from typing import Any
 
@@ -25,10 +26,11 @@ logger = logging.getLogger("vllm.forerun")  # below vLLM's, so that its handlers
 SAMPLES, LOW = 12, 0.25
 """Newest steps of a kind that count, and their quantile that is taken for the truth."""
 STALE, SOON = 64, 8
-"""Steps of a shape after which one without drafts is timed anew, and for the first time."""
-PRIOR = np.array([0.2, 0.05])
+"""Steps of a shape after which one without drafts is timed anew, and for the first time, if one of
+another shape was; else it is after one."""
+PRIOR = np.array([0.5, 0.05])
 """Shares of a plain step that drafting a token, and judging one a row, are taken to add, as if each
-was timed once."""
+was timed once: dear, so that the first draft is a token."""
 NOTHING = 1e-6
 """The least that they add."""
 PLAIN, PARTS = (0, 0), 4
@@ -68,7 +70,8 @@ class StepCosts:
             near = min(timed, key=lambda s: abs(log2(s[0] / wanted[0])) + abs(s[1] - wanted[1]))
             plain, added = _fitted(self._shapes[near])
         draft, judging = plain * np.maximum(added, NOTHING)
-        stale = self._since_plain[wanted] > (STALE if self._times(wanted) else SOON)
+        soon = STALE if self._times(wanted) else SOON if timed else 0
+        stale = self._since_plain[wanted] > soon
         verify = (1, plain), (2, plain + float(judging))
         retime = "plain" if stale else ""
         return Costs(float(draft), verify, batch=rows, packed=True, retime=retime)
@@ -155,7 +158,8 @@ class BatchLengths:
     def limits(self, left: Mapping[str, int], context: float) -> dict[str, int]:
         """Most tokens that requests shall draft in the step that begins, of those that may: by how
         many they have `left` to write. Their texts have `context` tokens in the mean."""
-        able = [Seat(left=left[r], trims=False) if r in left else None for r in self.names]
+        seat = partial(Seat, trims=False, by_row=True)
+        able = [seat(left=left[r]) if r in left else None for r in self.names]
         costs = self.costs.costs(max(len(left), 1), context)
         limits = dict(zip(self.names, self._lengths.limits(costs, able), strict=True))
         self._log()
@@ -178,7 +182,7 @@ class BatchLengths:
         outcome = Outcome(
             {i: one.accepted + 1 for i, one in seen.items()},
             {i: one.drafted for i, one in seen.items()},
-            max(drafted),
+            drafts,  # their time is this step's, whatever they bring in the next
             seconds if timed else None,
         )
         shown = [[Token()] * (r.drafted if r else 0) for r in rounds]
