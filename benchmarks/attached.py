@@ -33,12 +33,16 @@ ASSISTED = (("constant", 3), ("constant", 5), ("heuristic", 5))
 Run = tuple[float, list[list[int]]]
 
 
-def main(prompts: int, tokens: int, batches: Sequence[int], threads: int) -> None:
-    """Measure and write `attached-THREADS.json`."""
+def main(prompts: int, tokens: int, batches: Sequence[int], threads: int, cpu: bool) -> None:
+    """Measure and write `attached-THREADS.json`, or of processor time `attached-THREADS-cpu.json`,
+    by `fixed(4)` for the same work everywhere."""
     torch.set_num_threads(threads)
+    clock, controller = time.perf_counter, "auto"
+    if cpu:
+        clock, controller = time.process_time, "fixed(4)"
     target, attached = (load_model(zoo.TARGET, dtype="float32") for _ in range(2))
     draft = load_model(zoo.DRAFT, dtype="float32")
-    attach(attached, draft)
+    attach(attached, draft, controller)
     rows = torch_rows(target)
     drafter = ModelDrafter(torch_rows(draft), rows.vocab_size)
     engine = forerun.Model(rows, drafter, load_tokenizer(zoo.TARGET))
@@ -50,13 +54,13 @@ def main(prompts: int, tokens: int, batches: Sequence[int], threads: int) -> Non
     }
 
     def run(group: list[list[int]], name: str) -> Run:
-        began = time.perf_counter()
+        began = clock()
         if name == "engine":
-            how = {"max_new_tokens": tokens, "batch_size": len(group)}
+            how = {"max_new_tokens": tokens, "batch_size": len(group), "controller": controller}
             texts = [completion.tokens for completion in engine.generate(group, **how)]
         else:
             texts = peers[name].generate(group, tokens)
-        return time.perf_counter() - began, texts
+        return clock() - began, texts
 
     # One penalty is for a whole batch there, and of padded rows it is a call of Python per place.
     work = [
@@ -76,11 +80,13 @@ def main(prompts: int, tokens: int, batches: Sequence[int], threads: int) -> Non
         for c in cells
     ]
     text = (
-        f"Shipped pair, float32, {threads} thread(s), `auto`, {len(work)} test prompts without a "
+        f"Shipped pair, float32, {threads} thread(s), `{controller}`, "
+        f"{'processor time' if cpu else 'by the clock'}, {len(work)} test prompts without a "
         f"penalty, {tokens} tokens at most, in turns. *engine*: over the same weights, not packed."
         f"\n\n{table(header, shown)}"
     )
-    save(f"attached-{threads}", provenance(engine, prompts=prompts, tokens=tokens), cells, text)
+    name = f"attached-{threads}{'-cpu' * cpu}"
+    save(name, provenance(engine, prompts=prompts, tokens=tokens), cells, text)
 
 
 def _cells(batch: int, names: list[str], runs: list[list[Run]]) -> list[dict[str, Any]]:

@@ -150,9 +150,11 @@ def _plain(prompts: int = 6, tokens: int = 64, dtype: Dtype = "float32", device:
 
 
 @app.command("attached")
-def _attached(prompts: int = 2, tokens: int = 32, batch: str = "1,16", threads: int = 1):
+def _attached(
+    prompts: int = 2, tokens: int = 32, batch: str = "1,16", threads: int = 1, cpu: Cpu = False
+):
     """transformers' generate with `attach`, beside itself, assisted, and the engine alone."""
-    attached.main(prompts, tokens, [int(size) for size in batch.split(",")], threads)
+    attached.main(prompts, tokens, [int(size) for size in batch.split(",")], threads, cpu)
 
 
 @app.command("runtimes")
