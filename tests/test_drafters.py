@@ -42,8 +42,8 @@ from forerun.engine import Engine, Request, Sampling
 from forerun.errors import ModelError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
-from forerun.runtime.adapters import Adapter, AdapterExecutor
 from forerun.runtime.eagle import EagleHead
+from forerun.runtime.exits import Adapter, AdapterExecutor
 from forerun.runtime.grafts import graft, graft_rows
 from forerun.runtime.heads import new_heads
 from forerun.runtime.layers import LayerAccess

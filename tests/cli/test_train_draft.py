@@ -202,8 +202,8 @@ def test_what_is_learnt_is_what_is_drafted(folders):
 
     import forerun
     from forerun.drafters.kangaroo import KangarooDrafter
-    from forerun.runtime.adapters import AdapterExecutor
     from forerun.runtime.base import Rows
+    from forerun.runtime.exits import AdapterExecutor
     from forerun.training.fit import Document
     from forerun.training.heads import AdapterTrainer
     from forerun.training.settings import TrainingSettings

@@ -11,9 +11,9 @@ import torch
 from forerun.checks import between, draft_path, flag, whole
 from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.specbound import SpecBoundDrafter
-from forerun.runtime.adapters import KIND, AdapterExecutor, adapter_rows
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import draft_folder
+from forerun.runtime.exits import KANGAROO, AdapterExecutor, adapter_rows
 from forerun.runtime.layers import LogitLens
 from forerun.runtime.support import model_on_torch
 from forerun.types import Stop
@@ -104,6 +104,6 @@ class Kangaroo(DrafterSpec):
             UnsupportedModelError: the target's family has no layer-by-layer access.
             SettingError: no adapter was trained for the target, or it does not run on torch.
         """
-        model = model_on_torch(target, KIND)
-        rows = adapter_rows(model, draft_folder(target.facts.name, KIND, self.path))
+        model = model_on_torch(target, KANGAROO)
+        rows = adapter_rows(model, draft_folder(target.facts.name, KANGAROO, self.path))
         return KangarooDrafter(rows, self.threshold, self.most, self.keep)

@@ -36,8 +36,16 @@ from forerun.errors import SettingError, require
 from forerun.governors.base import SLOPE, Governor, Outcome, Seat
 from forerun.requests import Request, Sampling
 from forerun.rules.base import AcceptanceRule
-from forerun.runtime.base import CHUNK, LOGITS, Executor, Pieces, Rows, best_of, logits_of
-from forerun.runtime.threads import OneThread
+from forerun.runtime.base import (
+    CHUNK,
+    LOGITS,
+    Executor,
+    OneThread,
+    Pieces,
+    Rows,
+    best_of,
+    logits_of,
+)
 from forerun.types import CENSORING, RoundOutcome
 
 NO_SIGNALS: frozenset[str] = frozenset()

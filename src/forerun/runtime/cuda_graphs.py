@@ -11,22 +11,8 @@ from typing import Any
 import torch
 
 from forerun.errors import UnsupportedModelError, first_line
-from forerun.runtime.attention import (
-    additive_mask,
-    folded_mask,
-    folding,
-    groups_of,
-    mask_of,
-    windows_of,
-)
-from forerun.runtime.base import (
-    LOGITS,
-    Best,
-    Columns,
-    Pieces,
-    read_stacked,
-    stacked_best,
-)
+from forerun.runtime import attention
+from forerun.runtime.base import LOGITS, Best, Columns, Pieces, read_stacked, stacked_best
 from forerun.runtime.cache import CachedExecutor, FixedCache, cache_argument
 from forerun.runtime.padded import facts_of
 from forerun.runtime.probe import prove
@@ -100,7 +86,7 @@ class CudaGraphExecutor(CachedExecutor):
         self.facts = replace(facts_of(model), executor="cudagraphs")
         self.cache = FixedCache()
         self._cached = {cache_argument(model): self.cache, "use_cache": True}
-        self._groups, self._windows = groups_of(model), windows_of(model.config)
+        self._groups, self._windows = attention.groups_of(model), attention.windows_of(model.config)
         self._compile, self._capture = compile, capture
         self._captured: dict[tuple[Any, ...], Any] = {}
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
@@ -166,11 +152,8 @@ class CudaGraphExecutor(CachedExecutor):
         if LOGITS in signals or len(_by_width(counts)) != 1:
             return super().best(starts, pieces, wanted, signals, parents)
         values = self._pass(starts, pieces, counts, max(wanted), signals, parents).tolist()
-        width = len(values[0][0])
-        last = [
-            [row[width - n :] for row, n in zip(part, wanted, strict=False)]  # padded rows end it
-            for part in values
-        ]
+        width = len(values[0][0])  # and padded rows are the last
+        last = [[r[width - n :] for r, n in zip(part, wanted, strict=False)] for part in values]
         return read_stacked(last, signals)
 
     def _pass(
@@ -240,7 +223,7 @@ class CudaGraphExecutor(CachedExecutor):
             fused = torch.compile(step, dynamic=False)
 
         def run(inputs: torch.Tensor) -> torch.Tensor:
-            with folding(self.model, self._groups):
+            with attention.folding(self.model, self._groups):
                 return fused(inputs)
 
         try:
@@ -260,14 +243,14 @@ class CudaGraphExecutor(CachedExecutor):
         tree = inputs[1::2] if len(inputs) == 4 else None
 
         def mask(window: int | None) -> torch.Tensor:
-            seen = additive_mask(places, columns, window, self.model.dtype, tree)
-            return folded_mask(seen, self._groups)
+            seen = attention.additive_mask(places, columns, window, self.model.dtype, tree)
+            return attention.folded_mask(seen, self._groups)
 
         self.cache.places, self.cache.shown = places, columns
         logits: torch.Tensor = self.model(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=mask_of(self._windows, mask),
+            attention_mask=attention.mask_of(self._windows, mask),
             logits_to_keep=kept,
             **self._cached,
         ).logits

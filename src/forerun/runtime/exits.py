@@ -5,18 +5,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from forerun.errors import PromptError
+from forerun.errors import PromptError, SettingError
+from forerun.runtime.attention import Mask
 from forerun.runtime.base import Pieces, Rows
+from forerun.runtime.drafts import fill, read_about
 from forerun.runtime.layers import LayerAccess
+from forerun.runtime.packing import pack
 from forerun.runtime.padded import picker
 from forerun.runtime.torch_executor import TorchExecutor
 from forerun.runtime.trees import Parents
 
+KANGAROO = "kangaroo"
 Leave = Callable[[int, list[int], torch.Tensor], list[bool]]
 """`(depth, rows, hidden (n, H) of each row's newest token)` to which of the rows leave there."""
 
@@ -292,3 +297,77 @@ def layers_of(rows: Rows) -> LayersExecutor:
     """The executor of rows made by `exit_rows`."""
     assert isinstance(rows.executor, LayersExecutor), "these rows run whole models only"
     return rows.executor
+
+
+class Adapter(torch.nn.Module):
+    """Kangaroo's `norm₂(h + attention(norm₁(h)))` of hidden states `h` at depth ℓ, 1 ≤ ℓ < L (else
+    `SettingError`), which take the place of the last layer's.
+
+    It shares all else with the target, its head included. Its keys and values stand in the target's
+    own cache, as one layer more, so that they are kept, copied and rolled back with the rest. It is
+    begun as the attention of the target's next layer and its final norm.
+
+    Reference: Liu et al. 2024, Kangaroo, section 3.1.
+    """
+
+    def __init__(self, access: LayerAccess, depth: int) -> None:
+        if not 1 <= depth < access.layers:
+            raise SettingError(
+                f"layers must be between 1 and {access.layers - 1} for kangaroo, whose adapter "
+                f"stands below the target's {access.layers}, got {depth}"
+            )
+        super().__init__()
+        self.depth = depth
+        self.layer, self.norm = access.bare(depth)
+
+    def forward(
+        self,
+        access: LayerAccess,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor,
+        cache: Any = None,
+    ) -> torch.Tensor:
+        """`(n, width, H)` states for `LayerAccess.unembed`; as `LayerAccess.run`."""
+        out: torch.Tensor = self.norm(access.call([self.layer], hidden, mask, positions, cache))
+        return out
+
+
+class AdapterExecutor(LayersExecutor):
+    """A target that drafts from one depth, through an adapter. Whatever passes that depth passes
+    the adapter, too: prompts, drafts, and what is verified."""
+
+    def __init__(self, model: Any, adapter: Adapter) -> None:
+        self.adapter = adapter.eval()
+        self._adapted = torch.empty(0)
+        super().__init__(model)
+        layer = self.facts.token_bytes // self.access.layers
+        self.facts = replace(self.facts, token_bytes=self.facts.token_bytes + layer)
+
+    def _logits(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
+        assert isinstance(mask, torch.Tensor), "layer access refuses sliding windows"
+        batch = Batch([], positions, mask, self.access.embed(ids, positions))
+        return self.access.logits(self._through(batch, 0, self.access.layers))
+
+    def _through(self, batch: Batch, first: int, last: int) -> torch.Tensor:
+        """As `LayerAccess.run`, and through the adapter on the way."""
+        hidden, mask, positions = batch.hidden, batch.mask, batch.positions
+        depth = self.adapter.depth
+        if first < depth <= last:
+            hidden = self.access.run(hidden, first, depth, mask, positions, self.cache)
+            self._adapted = self.adapter(self.access, hidden, mask, positions, self.cache)
+            first = depth
+        return self.access.run(hidden, first, last, mask, positions, self.cache)
+
+    def _shown(self, batch: Batch) -> torch.Tensor:
+        return self._adapted
+
+
+def adapter_rows(model: Any, folder: str | Path) -> Rows:
+    """Rows of a model that drafts through the adapter of a folder; raises as `load_draft`, or
+    `UnsupportedModelError` if the model's layers cannot be called one by one."""
+    adapter = Adapter(
+        LayerAccess(model), int(read_about(folder, KANGAROO).settings.get("layers", 0))
+    )
+    fill(dict(adapter.named_parameters()), folder, KANGAROO, model)
+    return Rows(AdapterExecutor(model, pack(adapter.to(model.device, model.dtype))))

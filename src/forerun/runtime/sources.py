@@ -77,7 +77,7 @@ class CrossAttention:
     def __init__(self, model: Any, encoder: Encoder | None = None) -> None:
         self.encoder, self._shares = encoder or Encoder(model), encoder is not None
         self.encoder.shared |= self._shares
-        self.layers = [projections(layer) for layer in layers_of(model.get_decoder())]
+        self.layers = list(map(projections, layers_of(model.get_decoder())))
 
     @torch.inference_mode()
     def read(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from forerun.errors import SettingError
-from forerun.runtime.adapters import Adapter
+from forerun.runtime.exits import Adapter
 from forerun.runtime.heads import (
     UNEMBEDDING,
     LightHeads,
