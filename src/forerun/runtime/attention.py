@@ -117,15 +117,8 @@ def mask_of(windows: Windows, make: Callable[[int | None], torch.Tensor]) -> Mas
 def hidden_columns(
     places: torch.Tensor, columns: int, window: int | None = None, tree: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`(n, width, columns)` bool: a token at a place sees the columns up to it.
-
-    Args:
-        places: `(n, width)`.
-        columns: shown.
-        window: of these, how many; None: all.
-        tree: `(2, n, width)` positions in the text and what of the columns before it each token
-            sees, as by `branches`; None: tokens follow each other.
-    """
+    """`(n, width, columns)` what tokens at places `(n, width)` do not see: columns behind their
+    own, those beyond a window of so many, and what a tree, as by `trees_of`, leaves out."""
     column, place = torch.arange(columns, device=places.device), places.unsqueeze(-1)
     hidden = column > place
     if tree is not None:

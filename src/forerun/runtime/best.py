@@ -17,12 +17,8 @@ from numpy.typing import NDArray
 def read(
     logits: NDArray[np.float32], names: frozenset[str], drawn: Sequence[int] | None = None
 ) -> tuple[list[int], list[bool], dict[str, list[float]]]:
-    """Most likely tokens of `(n, V)` logits and their signals.
-
-    Args:
-        logits: is written to and restored.
-        names: wanted fields of `Signals`.
-        drawn: the tokens whose signals are wanted; None are the most likely ones.
+    """Most likely tokens of `(n, V)` logits, which are written to and restored, and the `names`
+    among `Signals` of these, or of the tokens `drawn`.
 
     Returns:
         n ids (of equal logits the first); whether each one's logit is a finite number; n values

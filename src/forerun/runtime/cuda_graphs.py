@@ -16,7 +16,7 @@ from forerun.runtime.base import LOGITS, Best, Columns, Pieces, read_stacked, st
 from forerun.runtime.cache import CachedExecutor, FixedCache, cache_argument
 from forerun.runtime.padded import facts_of
 from forerun.runtime.probe import prove
-from forerun.runtime.support import PROVEN, check_supported
+from forerun.runtime.support import check_supported
 from forerun.runtime.trees import Parents, branches
 
 COLUMNS = 2048  # tokens a row has room for at first: a grown cache takes new graphs
@@ -93,8 +93,7 @@ class CudaGraphExecutor(CachedExecutor):
         with torch.no_grad():
             self.model(input_ids=one, **self._cached)
         self.reserve(1, min(COLUMNS, self.facts.limit + 1) - 1)
-        if model.config.get_text_config(decoder=True).model_type not in PROVEN:
-            prove(self, model)
+        prove(self, model)
         self.levels = COMPILED_WIDTHS if compile else WIDTHS
         self.timeable = not compile
         if not compile:

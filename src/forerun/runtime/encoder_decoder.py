@@ -19,11 +19,7 @@ from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.placement import placement_of
 from forerun.runtime.probe import prove
 from forerun.runtime.sources import CrossAttention, Encoder, SourceCache, layers_of, projections
-from forerun.runtime.support import (
-    PROVEN_ENCODER_DECODER,
-    check_supported,
-    decoder_limit,
-)
+from forerun.runtime.support import check_supported, decoder_limit
 
 
 class OwnCache(RowCache):
@@ -42,15 +38,10 @@ class EncoderDecoderExecutor(padded.PaddedExecutor):
     and kept. All lengths, limits and rollbacks are the decoder's.
 
     Args:
-        model: any supported model, on its device, in its dtype.
+        model: `UnsupportedModelError` says why it cannot be served.
         encoder: that of another executor, whose states this model's decoder attends to.
-        own_settings: whether the model's generation settings count.
-
-    Raises:
-        UnsupportedModelError: this architecture cannot be served; says why.
-
-    Warns:
-        ForerunWarning: the model's generation settings hold what is not applied here.
+        own_settings: whether the model's generation settings count; a `ForerunWarning` names what
+            of them is not applied.
     """
 
     copies = False  # what a row holds depends on its source
@@ -78,7 +69,7 @@ class EncoderDecoderExecutor(padded.PaddedExecutor):
         self._across: tuple[list[int], torch.Tensor] | None = None
         if own_settings and encoder is None:
             warn_of_settings(model)
-        if encoder is None and model.config.model_type not in PROVEN_ENCODER_DECODER:
+        if encoder is None:
             prove(self, model)
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:

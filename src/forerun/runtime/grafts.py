@@ -46,12 +46,9 @@ class Extended(torch.nn.Module):
 
 
 def graft(target: Any, layers: int, width: int = 1) -> Any:
-    """A model with `layers` decoder layers, begun as the target's own, spread over its depth.
-
-    Args:
-        target: an encoder-decoder model of Hugging Face.
-        layers: ≥ 1, at most as many as the target's.
-        width: tokens proposed in a pass; above 1 there are `width` - 1 queries.
+    """A model with `layers` decoder layers, begun as the own of an encoder-decoder model of Hugging
+    Face, spread over its depth. It proposes `width` tokens in a pass: above 1 there are `width` - 1
+    queries.
 
     Raises:
         SettingError: layers or width out of range.

@@ -15,14 +15,11 @@ from forerun.runtime.packing import dense
 
 
 class MtpHead(StateReader):
-    """Reads a token and the state of the one before it, normed: the target's, or its own output.
+    """Reads a token and the state of the one before it, normed: the target's, or its own output. Of
+    several layers the first is run for every token.
 
-    Of several layers the first is run for every token.
-
-    Raises:
-        SettingError: the target brings none, or this transformers runs none.
-        UnsupportedModelError: one with a sliding window or a state.
-        ModelError: it cannot be loaded.
+    `SettingError` if the target brings none or this transformers runs none, `UnsupportedModelError`
+    for one with a sliding window or a state, `ModelError` if it cannot be loaded.
     """
 
     first = 1

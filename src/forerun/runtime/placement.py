@@ -36,16 +36,9 @@ class Table:
     def placed(
         self, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """Place the tokens of the passes within.
-
-        Args:
-            queries: `(rows, width)` places of the tokens that are fed.
-            keys: `(rows or 1, columns)` places of what they attend to.
-            hidden: `(rows, width, columns)` what each must not see.
-
-        Yields:
-            The additive mask to hand to the decoder, 4-D.
-        """
+        """Place the tokens of the passes within, `(rows, width)`, and what they attend to, `(rows
+        or 1, columns)`, of which each must not see what is hidden, `(rows, width, columns)`. Yields
+        the additive mask to hand to the decoder, 4-D."""
         # Padding may point past the end.
         with self.looked_up(queries.clamp(max=self.limit - 1)):
             yield additive(hidden, self._dtype)[:, None]

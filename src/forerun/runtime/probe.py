@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from forerun.errors import UnsupportedModelError
 from forerun.runtime.base import Executor
+from forerun.runtime.support import PROVEN, PROVEN_ENCODER_DECODER
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "int8": 0.25}
 """Largest difference of logits, relative to the largest of them, by precision; others are compared
@@ -76,13 +77,15 @@ def fewest_tokens(executor: Executor) -> int | None:
 
 @torch.inference_mode()
 def prove(executor: Executor, model: Any) -> None:
-    """Probe an executor of a model type that is not proven, beside the model itself;
-    `UnsupportedModelError` if they differ, or it cannot be stepped at all."""
+    """Probe an executor beside the model itself if its type is not proven; `UnsupportedModelError`
+    if they differ, or it cannot be stepped at all."""
+    kind = model.config.get_text_config(decoder=True).model_type
+    if kind in PROVEN | PROVEN_ENCODER_DECODER:
+        return
     try:
         executor.reserve(len(_LENGTHS), max(_LENGTHS))
         probe(executor, reference(model, executor.facts.limit))
     except Exception as error:  # whatever it is, this model cannot be stepped
-        kind = model.config.get_text_config(decoder=True).model_type
         raise UnsupportedModelError(
             f"{kind} models are not proven here, and a probe of this one failed: "
             f"{' '.join(str(error).split()) or type(error).__name__}"

@@ -35,15 +35,9 @@ class States:
         held.append((start, states))
 
     def read(self, row: int, first: int, last: int) -> torch.Tensor:
-        """States of a row's tokens `first` to `last`, concatenated by depth; earlier ones go.
-
-        The caller knows that the row's text still begins as it was fed up to `last`.
-
-        Returns:
-            `(n, depths × H)` with n ≤ last − first: those of the last n places before `last`. A
-            place whose token came by a copy of its keys and values has none, nor have those
-            before it.
-        """
+        """`(n, depths × H)` states of the last n ≤ last − first of a row's tokens `first` to
+        `last`; earlier ones go. A place whose token came by a copy of its keys and values has none,
+        nor have those before it. The caller knows that the text up to `last` is as it was fed."""
         held = self._held.get(row, [])
         while held and held[0][0] + len(held[0][1]) <= first:
             held.pop(0)

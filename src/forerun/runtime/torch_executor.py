@@ -14,7 +14,7 @@ from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.padded import PaddedExecutor, PaddedPass, facts_of, seeing
 from forerun.runtime.probe import prove
 from forerun.runtime.states import States, Taps
-from forerun.runtime.support import PROVEN, check_supported
+from forerun.runtime.support import check_supported
 from forerun.runtime.trees import Parents
 
 CACHED_MASKS = 64  # widest pass whose mask is kept: wider ones read prompts
@@ -40,8 +40,7 @@ class TorchExecutor(PaddedExecutor):
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         self._places = torch.arange(0, device=self.device)
         self._taps: Taps | None = None
-        if model.config.get_text_config(decoder=True).model_type not in PROVEN:
-            prove(self, model)
+        prove(self, model)
 
     def tap(self, depths: Sequence[int]) -> States:
         """By hooks on the model's layers, which are there during its own passes only."""
@@ -123,12 +122,12 @@ class TorchExecutor(PaddedExecutor):
 
 
 def torch_rows(model: Any, own_settings: bool = True) -> Rows:
-    """Rows of a Hugging Face model, run by PyTorch.
+    """Rows of a Hugging Face model in memory, which is not copied, run by PyTorch.
 
     Args:
-        model: in memory; not copied.
+        model: with an encoder or not.
         own_settings: whether generation settings that an encoder-decoder model brings count: some
-            tokens are then banned, and others settings warned of.
+            tokens are then banned, and other settings warned of.
     """
     if getattr(model.config, "is_encoder_decoder", False):
         from forerun.runtime.encoder_decoder import EncoderDecoderExecutor

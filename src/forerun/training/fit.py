@@ -256,13 +256,8 @@ class TargetStates:
 class StatesTraining(Training[Document]):
     """A draft in training that reads the hidden states of a decoder-only target.
 
-    Args:
-        target: decoder-only.
-        settings: how.
-        texts: what a vocabulary of the draft's own is counted in.
-
-    Raises:
-        SettingError: depths or a vocabulary that the target does not have.
+    A vocabulary of its own is counted in `texts`; `SettingError` if the target does not have the
+    depths or the vocabulary of the settings.
     """
 
     def __init__(

@@ -32,14 +32,9 @@ _MOVES = "Reshape", "Broadcast", "Unsqueeze", "Convert"
 
 
 def graph_of(folder: Path) -> tuple[ov.Model, Facts]:
-    """Read a folder.
-
-    Returns:
-        A graph as `export` makes it, and what there is to know of it.
-
-    Raises:
-        ModelError, UnsupportedModelError: it is damaged, or of a kind that is not served.
-    """
+    """A graph as `export` makes it of what a folder holds, and what there is to know of it;
+    `ModelError` if that is damaged, `UnsupportedModelError` if it is of a kind that is not
+    served."""
     called = str(folder)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{called!r} lacks config.json; copy that of the model it was made from")

@@ -67,11 +67,11 @@ class Blocks:
 
 
 class Pool:
-    """A row's keys and values lie in blocks of `BLOCK` tokens.
+    """A row's keys and values lie in blocks of `BLOCK` tokens; it doubles when it runs out.
 
     Args:
         ports: inputs of the graph that are its caches.
-        blocks: at first; it doubles when it runs out.
+        blocks: at first.
         bind: called with their tensors, in that order, whenever these are others.
     """
 
