@@ -21,9 +21,9 @@ from forerun.errors import (
 )
 from forerun.runtime import gguf as gguf_reader
 from forerun.runtime import load_model, load_tokenizer
-from forerun.runtime.generation import sampling_settings, saved_generation_config
 from forerun.runtime.gguf import Tensor, locate, read
 from forerun.runtime.gguf_tokenizer import tokenizer_of
+from forerun.runtime.load import sampling_settings, saved_generation_config
 from forerun.runtime.padded import facts_of
 from forerun.runtime.preview import _gguf, preview
 

@@ -553,7 +553,7 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_server_reads_sampling_defaults_beside_the_weights(model: Any, tmp_path: Path) -> None:
     """An executor that keeps no module cannot say them."""
-    from forerun.runtime.generation import sampling_settings, saved_generation_config
+    from forerun.runtime.load import sampling_settings, saved_generation_config
 
     model = copy.deepcopy(model)
     model.generation_config.update(do_sample=True, temperature=0.7, top_p=0.9)

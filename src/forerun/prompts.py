@@ -185,8 +185,7 @@ class Reader:
         system: str | None = None,
     ) -> Reader | None:
         """For a model whose weights are not loaded; None where only loading them can tell."""
-        from forerun.runtime.generation import saved_generation_config
-        from forerun.runtime.load import load_tokenizer, read_config
+        from forerun.runtime.load import load_tokenizer, read_config, saved_generation_config
         from forerun.runtime.support import context_limit, end_of_text
 
         try:

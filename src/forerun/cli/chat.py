@@ -62,7 +62,7 @@ class Conversation:
     ) -> None:
         from forerun.chat import has_template, turns
         from forerun.engine.prefixes import Prefixes
-        from forerun.runtime.generation import generation_config, sampling_settings
+        from forerun.runtime.load import generation_config, sampling_settings
 
         if not has_template(job.model.tokenizer):
             raise PromptError("this model has no chat template; forerun generate continues texts")

@@ -92,12 +92,7 @@ class Norm(nn.Module):
 
 class StateHead(nn.Module, StateReader):
     """A decoder layer that reads a token and a state: queries, keys and values of what `entered`
-    makes of both. All numbers are float32.
-
-    Args:
-        form: its sizes.
-        read: numbers per token that queries, keys and values are made of.
-    """
+    makes of both, so many numbers per token. All are float32."""
 
     rates: torch.Tensor
 

@@ -10,7 +10,7 @@ from typing import Any
 from forerun.engine import Request, Sampling
 from forerun.model import Model
 from forerun.requests import Constraint
-from forerun.runtime.generation import SETTINGS, generation_config, sampling_settings
+from forerun.runtime.load import SAMPLED, generation_config, sampling_settings
 from forerun.serve.config import Config
 from forerun.serve.errors import bad, blaming
 from forerun.serve.policy import Policies, Policy
@@ -195,7 +195,7 @@ class Planner:
         eos, ignore = _ends(request, self._model.eos)
         allowed = request.allowed_token_ids
         given: dict[str, Any] = dict(self.defaults)
-        for name in (*SETTINGS, "presence_penalty", "frequency_penalty"):
+        for name in (*SAMPLED, "presence_penalty", "frequency_penalty"):
             if (value := getattr(request, name)) is not None:
                 given[name] = value
         given["top_k"] = max(given.get("top_k", 0), 0)

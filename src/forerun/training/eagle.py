@@ -24,6 +24,7 @@ from forerun.runtime.packing import dense
 from forerun.runtime.states import check_depths
 from forerun.training.fit import (
     Document,
+    Own,
     StatesTraining,
     cut,
     padded,
@@ -148,9 +149,7 @@ class HeadTrainer(StatesTraining):
 class EagleTrainer(HeadTrainer):
     """The head behind the drafter `eagle` in training."""
 
-    def _begun(
-        self, tokens: torch.Tensor | None, texts: Sequence[Document]
-    ) -> Mapping[str, torch.nn.Parameter]:
+    def _begun(self, tokens: torch.Tensor | None, texts: Sequence[Document]) -> Own:
         assert tokens is not None
         assert self.settings.width is not None
         self.head = begun(self._access, self.settings.width, tokens, len(self.depths))
@@ -166,9 +165,7 @@ class Eagle3Trainer(HeadTrainer):
     head: Eagle3Head
 
     @torch.no_grad()
-    def _begun(
-        self, tokens: torch.Tensor | None, texts: Sequence[Document]
-    ) -> Mapping[str, torch.nn.Parameter]:
+    def _begun(self, tokens: torch.Tensor | None, texts: Sequence[Document]) -> Own:
         assert tokens is not None
         table = dense(self._access.model.get_input_embeddings().weight).detach()
         self.head = begun3(self._access, table, tokens, len(self.depths))
@@ -186,7 +183,7 @@ class Eagle3Trainer(HeadTrainer):
         save_head(folder, self.head, self.vocabulary, self.depths, trained)
 
 
-def optimizers(own: Mapping[str, torch.nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
+def optimizers(own: Own, rate: float) -> list[torch.optim.Optimizer]:
     """Of a head's parameters: Muon for matrices, AdamW at `rate` for tables and norms."""
     tables = ("embedding.weight", "unembedding.weight")
     matrices = [p for name, p in own.items() if p.dim() == 2 and name not in tables]

@@ -43,6 +43,8 @@ class Document(NamedTuple):
 
 T = TypeVar("T")
 """A text to learn from: a `Document`, or a pair of texts."""
+Own = Mapping[str, torch.nn.Parameter]
+"""What is trained, by name."""
 
 
 def positions_of(document: Document) -> int:
@@ -63,7 +65,7 @@ class Training(ABC, Generic[T]):
     def __init__(
         self,
         target: Any,
-        own: Mapping[str, torch.nn.Parameter],
+        own: Own,
         settings: TrainingSettings,
         tokens: torch.Tensor | None = None,
     ) -> None:
@@ -281,9 +283,7 @@ class StatesTraining(Training[Document]):
         """Depths whose states the draft reads, of a target of L layers."""
 
     @abstractmethod
-    def _begun(
-        self, tokens: torch.Tensor | None, texts: Sequence[Document]
-    ) -> Mapping[str, torch.nn.Parameter]:
+    def _begun(self, tokens: torch.Tensor | None, texts: Sequence[Document]) -> Own:
         """What is trained as it begins, with a vocabulary of these tokens."""
 
     def _tokens(self, texts: Sequence[Document]) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ heads, and exit heads."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,12 @@ from forerun.runtime.heads import (
 )
 from forerun.runtime.layers import ExitHeads, LogitLens
 from forerun.runtime.states import check_depths
-from forerun.training.fit import Document, StatesTraining, divergence, frequent
+from forerun.training.fit import Document, Own, StatesTraining, divergence, frequent
 
 SHARE = 0.8
 """A Medusa head's part of the loss, of the part of the head before it (the paper's λ_k = 0.8^k)."""
 SCALE_RATE = 0.04
 """Learning rate of an exit head's scale, as a multiple of rate × H."""
-
-Own = Mapping[str, torch.nn.Parameter]
 
 
 class AdapterTrainer(StatesTraining):

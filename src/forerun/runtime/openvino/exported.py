@@ -18,8 +18,7 @@ from forerun.errors import ModelError, UnsupportedModelError
 from forerun.runtime.attention import windows_of
 from forerun.runtime.base import Facts
 from forerun.runtime.fingerprints import identity
-from forerun.runtime.generation import saved_generation_config
-from forerun.runtime.load import EXPORTED, read_config
+from forerun.runtime.load import EXPORTED, read_config, saved_generation_config
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.export import Attention, integers, placeholder, reason
 from forerun.runtime.openvino.ports import adopt, before, head, last_two, replace

@@ -39,19 +39,17 @@ def adopt(
     layers: int,
     called: str,
 ) -> tuple[ov.Model, list[Attention]]:
-    """Make a graph that others made one of `export`'s, and what its placeholders stand for.
+    """Make a graph that others made, which is changed, one of `export`'s, and what its placeholders
+    stand for; `UnsupportedModelError` if its attention is of another kind.
 
     Args:
-        graph: it is changed.
-        ports: that ids and positions come from, as `shape`.
-        shape: with −1 for tokens.
+        graph: of so many layers that have attention.
+        ports: that ids and positions come from, as `shape`, with −1 for tokens.
+        shape: see `ports`.
         mark: puts a placeholder where a node of attention to a cache is, and notes the call.
         logits: of all tokens; from now on of wanted ones.
-        layers: that have attention.
+        layers: see `graph`.
         called: its name in errors.
-
-    Raises:
-        UnsupportedModelError: attention of another kind.
     """
     calls: list[Attention] = []
     for node in graph.get_ordered_ops():
