@@ -96,8 +96,11 @@ class CudaGraphExecutor(CachedExecutor):
         prove(self, model)
         self.levels = COMPILED_WIDTHS if compile else WIDTHS
         self.timeable = not compile
-        if not compile:
-            self._capture_ahead()
+        with torch.inference_mode():  # passes that judge few tokens; they write where padding does
+            for width in () if compile else WIDTHS:
+                inputs = torch.zeros(3, 1, width, dtype=torch.long)
+                inputs[2] = self.cache.columns - 1
+                self._replayed(inputs, self._columns(0, width), width, frozenset())
 
     def module(self) -> Any:
         return self.model
@@ -254,14 +257,6 @@ class CudaGraphExecutor(CachedExecutor):
             **self._cached,
         ).logits
         return logits
-
-    @torch.inference_mode()
-    def _capture_ahead(self) -> None:
-        """Capture passes of a row that judge few tokens; they write where padding does."""
-        for width in WIDTHS:
-            inputs = torch.zeros(3, 1, width, dtype=torch.long)
-            inputs[2] = self.cache.columns - 1
-            self._replayed(inputs, self._columns(0, width), width, frozenset())
 
 
 def _by_width(counts: Sequence[int]) -> list[list[int]]:

@@ -35,27 +35,35 @@ class About:
 
 
 def save_draft(folder: str | Path, about: About, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a draft; `OSError` if it cannot be written. Tensors are written beside, then renamed:
-    an interrupted save leaves the old or the new ones."""
-    from safetensors.torch import save_file
-
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    beside = Path(folder, f"{WEIGHTS}.tmp")
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(own, str(beside), metadata={"format": "pt"})
-    os.chmod(beside, 0o644)
-    os.replace(beside, Path(folder, WEIGHTS))
+    """Write a draft; `OSError` if it cannot be written."""
+    write_tensors(Path(folder, WEIGHTS), tensors)
     save_about(folder, about)
 
 
 def save_about(folder: str | Path, about: About) -> None:
     """Write what a draft says of itself; `OSError` if it cannot be written."""
     document = {"format": FORMAT, "kind": about.kind, "target": about.target, **about.settings}
-    document["trained"] = about.trained
+    write_json(Path(folder, ABOUT), document | {"trained": about.trained})
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write them beside, then rename: an interrupted save leaves the old or the new ones."""
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.tmp")
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(own, str(beside), metadata={"format": "pt"})
+    os.chmod(beside, 0o644)
+    os.replace(beside, path)
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write it beside, then rename."""
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    beside = Path(folder, f"{ABOUT}.tmp")
+    beside = path.with_name(f"{path.name}.tmp")
     beside.write_text(text + "\n", encoding="utf-8")
-    os.replace(beside, Path(folder, ABOUT))
+    os.replace(beside, path)
 
 
 def read_about(folder: str | Path, kind: str | None = None) -> About:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import check_shapes, read_tensors, shapes_of
+from forerun.runtime.drafts import check_shapes, read_tensors, shapes_of, write_json, write_tensors
 from forerun.runtime.eagle import HeadForm, Norm, StateHead, rms
 from forerun.runtime.load import read_json
 from forerun.runtime.packing import dense
@@ -155,8 +154,6 @@ def save_head(
     """Write a head of Llama's layer as `speculators` does, in bfloat16 and without embeddings, its
     target's own: with the `(V,)` rising ids that it says, the depths that it reads, and how it was
     trained, which is kept beside what others read."""
-    from safetensors.torch import save_file
-
     own = {name: t.detach().to("cpu", torch.bfloat16) for name, t in head.state_dict().items()}
     named: dict[str, torch.Tensor] = {}
     form, width = head.form, head.form.head_width
@@ -186,13 +183,8 @@ def save_head(
         **{flag: flag in head.flags for flag in FLAGS}, "transformer_layer_config": layer,
         "trained": dict(trained),
     }  # fmt: skip
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    kept = {name: tensor.contiguous() for name, tensor in named.items()}
-    file = Path(folder, "model.safetensors")
-    save_file(kept, str(file), metadata={"format": "pt"})
-    file.chmod(0o644)
-    text = json.dumps(config, indent=1, allow_nan=False)
-    Path(folder, CONFIG).write_text(text + "\n", encoding="utf-8")
+    write_tensors(Path(folder, "model.safetensors"), named)
+    write_json(Path(folder, CONFIG), config)
 
 
 def _form(folder: str, config: Mapping[str, Any]) -> tuple[HeadForm, Set[str]]:

@@ -158,7 +158,7 @@ def source_limit(model: Any, limit: int) -> int:
 def _settings(model: Any) -> dict[str, Any]:
     """The model's generation settings that say anything."""
     generation = getattr(model, "generation_config", None)
-    given = {} if generation is None else generation.to_dict()
+    given = generation.to_dict() if generation else {}
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -127,20 +127,16 @@ def pack(model: Any) -> Any:
     together = () if encodes else SAME_INPUT
     for parent in list(model.modules()):
         layers = {name: child for name, child in parent.named_children() if _is_plain(child)}
+        groups: list[dict[str, Any]] = []  # of layers that become one product
         for names in together:
             if layers.keys() >= set(names) and len({_kind(layers[name]) for name in names}) == 1:
-                _replace(parent, {name: layers.pop(name) for name in names})
-        for name, layer in layers.items():
-            _replace(parent, {name: layer})
+                groups.append({name: layers.pop(name) for name in names})
+        for group in [*groups, *({name: layer} for name, layer in layers.items())]:
+            product, end = _Product(group.values()), 0
+            for name, layer in group.items():
+                begin, end = end, end + len(_matrix(layer))
+                setattr(parent, name, PackedLinear(product, begin, end, type(layer)))
     return model
-
-
-def _replace(parent: nn.Module, layers: dict[str, Any]) -> None:
-    """Put one product in the place of these layers."""
-    product, end = _Product(layers.values()), 0
-    for name, layer in layers.items():
-        begin, end = end, end + len(_matrix(layer))
-        setattr(parent, name, PackedLinear(product, begin, end, type(layer)))
 
 
 def _matrix(layer: Any) -> torch.Tensor:

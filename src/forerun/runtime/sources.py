@@ -45,7 +45,7 @@ class Encoder:
         out = []
         for places in _groups([len(source) for source in wanted]):
             group = [wanted[place] for place in places]
-            lengths = [len(source) for source in group]
+            lengths = list(map(len, group))
             width = max(lengths)
             ids = [[*source, *[self._pad] * (width - len(source))] for source in group]
             seen = [[1] * n + [0] * (width - n) for n in lengths]

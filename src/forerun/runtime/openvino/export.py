@@ -91,22 +91,43 @@ def _wide(value: Any) -> Any:
 
 
 class _Flat(torch.nn.Module):
-    """The model over `(tokens, 1)` ids, its head over wanted tokens only."""
+    """The model over `(tokens, 1)` ids, its head over wanted tokens only. Of one with an encoder it
+    is the decoder, and what that attends to there falls out of the graph."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.table, self.ruled_out = model, None, None
         self.wanted: torch.Tensor | None = None
         head = model.get_output_embeddings()
+        if model.config.is_encoder_decoder:
+            decoder = model.get_decoder()
+            if not hasattr(decoder, "embed_positions"):
+                raise UnsupportedModelError(
+                    f"{model.config.model_type} adds a bias by distance, the paged node none"
+                )
+            self.table = Table(decoder, decoder_limit(model.config))
+            if ids := banned(model, int(head.weight.shape[0])):
+                self.ruled_out = torch.tensor(ids)
         self.hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][self.wanted],))
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, wanted: torch.Tensor
     ) -> torch.Tensor:
         self.wanted = wanted
-        with Widened():
-            output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-            return output.logits[:, 0].float()
+        if self.table is None:
+            with Widened():
+                output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+                return output.logits[:, 0].float()
+        unread = torch.zeros(len(input_ids), 1, self.model.config.d_model)
+        with Widened(), self.table.looked_up(position_ids):
+            logits = self.model(
+                encoder_outputs=BaseModelOutput(last_hidden_state=unread),
+                decoder_input_ids=input_ids,
+                use_cache=False,
+            ).logits[:, 0]
+        if self.ruled_out is not None:
+            logits = logits.index_fill(-1, self.ruled_out, -torch.inf)
+        return logits.float()
 
 
 def export(model: Any) -> ov.Model:
@@ -126,7 +147,7 @@ def export(model: Any) -> ov.Model:
     kind = model.config.get_text_config(decoder=True).model_type
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
-    flat = _Decoder(model) if model.config.is_encoder_decoder else _Flat(model)
+    flat = _Flat(model)
     places, calls = torch.arange(_EXAMPLE_TOKENS), list[Attention]()
     try:
         with _attention_marked(model, calls):
@@ -141,34 +162,6 @@ def export(model: Any) -> ov.Model:
         raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
     name(graph, INPUTS, "logits", calls)
     return graph
-
-
-class _Decoder(_Flat):
-    """The decoder of a model with an encoder; what it attends to there falls out of the graph."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        decoder = model.get_decoder()
-        if not hasattr(decoder, "embed_positions"):
-            kind = model.config.model_type
-            raise UnsupportedModelError(f"{kind} adds a bias by distance, the paged node none")
-        self.table = Table(decoder, decoder_limit(model.config))
-        self.width = model.config.d_model
-        ruled_out = banned(model, int(model.get_output_embeddings().weight.shape[0]))
-        self.ruled_out = torch.tensor(ruled_out) if ruled_out else None
-
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, wanted: torch.Tensor
-    ) -> torch.Tensor:
-        self.wanted = wanted
-        unread = BaseModelOutput(last_hidden_state=torch.zeros(len(input_ids), 1, self.width))
-        with Widened(), self.table.looked_up(position_ids):
-            logits = self.model(
-                encoder_outputs=unread, decoder_input_ids=input_ids, use_cache=False
-            ).logits[:, 0]
-        if self.ruled_out is not None:
-            logits = logits.index_fill(-1, self.ruled_out, -torch.inf)
-        return logits.float()
 
 
 def in_fp32(model: Any) -> Any:
