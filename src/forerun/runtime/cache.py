@@ -123,6 +123,12 @@ class RowCache(Store):
         self._pick = None if adjacent else [row - low for row in rows]
         return end
 
+    def place(self, places: torch.Tensor, columns: int) -> None:
+        """Announce a pass that writes the first rows at places `(n, width)` and sees the first
+        `columns`: the same kernels at the same addresses, while nothing is reserved."""
+        self._span, self._pick, self._start, self._end = slice(0, len(places)), None, 0, columns
+        self._slots = torch.arange(len(places), device=places.device).unsqueeze(1), places
+
     def update(
         self,
         key_states: torch.Tensor,
@@ -148,39 +154,6 @@ class RowCache(Store):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before this pass in its longest row."""
         return self._start
-
-
-class FixedCache(Store):
-    """One of fixed size, whose passes are the same kernels at the same addresses. The last column
-    belongs to padding: what it writes there no token sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places: torch.Tensor | None = None  # `(n, width)` columns that the pass writes
-        self.shown = 0  # columns that the pass sees, the first ones
-
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `(n, heads, width, dim)` states of the first n rows; return the columns shown."""
-        keys, values = self._layer(layer_idx, key_states, value_states)
-        if self.places is None:  # the first pass ever, which shows the sizes
-            return key_states, value_states
-        count = len(self.places)
-        index = torch.arange(count, device=self.places.device).unsqueeze(1)
-        keys, values = keys[:count], values[:count]
-        keys[index, :, self.places] = key_states.transpose(1, 2)
-        values[index, :, self.places] = value_states.transpose(1, 2)
-        return keys[:, :, : self.shown], values[:, :, : self.shown]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Not known here: masks and positions are given."""
-        return 0
 
 
 class CachedExecutor(Executor):

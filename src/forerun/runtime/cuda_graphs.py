@@ -13,7 +13,7 @@ import torch
 from forerun.errors import UnsupportedModelError, first_line
 from forerun.runtime import attention
 from forerun.runtime.base import LOGITS, Best, Columns, Pieces, read_stacked, stacked_best
-from forerun.runtime.cache import CachedExecutor, FixedCache, cache_argument
+from forerun.runtime.cache import CachedExecutor, RowCache, cache_argument
 from forerun.runtime.padded import facts_of
 from forerun.runtime.probe import prove
 from forerun.runtime.support import check_supported
@@ -76,7 +76,8 @@ class CudaGraphExecutor(CachedExecutor):
     """
 
     trees = True
-    cache: FixedCache
+    cache: RowCache
+    """The last column belongs to padding: what it writes there no token sees."""
 
     def __init__(
         self, model: Any, compile: bool = False, capture: Callable[..., Any] = Graph
@@ -84,13 +85,14 @@ class CudaGraphExecutor(CachedExecutor):
         check_supported(model)
         self.model, self.device = model.eval(), model.device
         self.facts = replace(facts_of(model), executor="cudagraphs")
-        self.cache = FixedCache()
+        self.cache = RowCache()
         self._cached = {cache_argument(model): self.cache, "use_cache": True}
         self._groups, self._windows = attention.groups_of(model), attention.windows_of(model.config)
         self._compile, self._capture = compile, capture
         self._captured: dict[tuple[Any, ...], Any] = {}
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        with torch.no_grad():
+        self.cache.open([0], [0], 1, self.device)
+        with torch.no_grad():  # the first pass ever, which shows the sizes
             self.model(input_ids=one, **self._cached)
         self.reserve(1, min(COLUMNS, self.facts.limit + 1) - 1)
         prove(self, model)
@@ -248,7 +250,7 @@ class CudaGraphExecutor(CachedExecutor):
             seen = attention.additive_mask(places, columns, window, self.model.dtype, tree)
             return attention.folded_mask(seen, self._groups)
 
-        self.cache.places, self.cache.shown = places, columns
+        self.cache.place(places, columns)
         logits: torch.Tensor = self.model(
             input_ids=ids,
             position_ids=positions,
