@@ -72,12 +72,11 @@ def build_memory(
     from forerun.cli.shared.written import read_written
     from forerun.drafters.memory import fingerprint
     from forerun.drafters.ngrams import NGrams
-    from forerun.training.fit import positions_of
 
     with status("reading texts"):
         documents = [text for file in texts for text in read_written(file)]
         written = [(text.ids, text.start + 1) for text in documents]
-        tokens = sum(map(positions_of, documents))
+        tokens = sum(document.positions for document in documents)
         if not tokens:
             raise SettingError("the texts hold no written token; give files of forerun write")
         tokenizer = _tokenizer(models)

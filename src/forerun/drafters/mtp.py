@@ -10,8 +10,7 @@ import torch
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.eagle import EagleDrafter
 from forerun.runtime.base import Rows
-from forerun.runtime.eagle import HeadExecutor, facts_of
-from forerun.runtime.mtp import MtpHead
+from forerun.runtime.eagle import HeadExecutor, MtpHead, facts_of
 from forerun.runtime.support import model_on_torch
 
 

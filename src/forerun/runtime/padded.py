@@ -27,6 +27,7 @@ class PaddedPass(NamedTuple):
 
     rows: list[int]
     starts: Sequence[int]  # per row the tokens it holds
+    counts: list[int]  # and is fed
     ids: torch.Tensor  # `(rows, width)` what follows
     columns: int  # of the cache that attention sees
     tree: torch.Tensor | None  # as by `trees_of`; None: tokens follow each other
@@ -75,10 +76,18 @@ class PaddedExecutor(CachedExecutor):
         padded = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
         ids = torch.tensor(padded, device=self.device)
         tree = trees_of(starts, counts, parents, width).to(self.device) if any(parents) else None
-        logits = self._forward(PaddedPass(rows, starts, ids, columns, tree, picker(counts, wanted)))
+        logits = self._forward(
+            PaddedPass(rows, starts, counts, ids, columns, tree, picker(counts, wanted))
+        )
         if self.device.type == "cuda":  # the caller reads the result at once anyway
             torch.cuda.synchronize(self.device)
         return logits
+
+    def _note(self, now: PaddedPass, states: torch.Tensor) -> None:
+        """Leave `(rows, width, ...)` states of a pass."""
+        assert self.states is not None
+        for row, start, count, own in zip(now.rows, now.starts, now.counts, states, strict=True):
+            self.states.note(row, start, own[:count])
 
     @abstractmethod
     def _forward(self, now: PaddedPass) -> torch.Tensor:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from forerun.runtime.attention import Mask, additive_mask, folding, groups_of, mask_of, windows_of
-from forerun.runtime.base import Pieces, Rows
+from forerun.runtime.base import Rows
 from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.padded import PaddedExecutor, PaddedPass, facts_of, seeing
 from forerun.runtime.probe import prove
 from forerun.runtime.states import States, Taps
 from forerun.runtime.support import check_supported
-from forerun.runtime.trees import Parents
 
 CACHED_MASKS = 64  # widest pass whose mask is kept: wider ones read prompts
 FOLDED_WIDTH = 64  # widest pass whose grouped queries are folded (`folded_attention`)
@@ -50,22 +49,6 @@ class TorchExecutor(PaddedExecutor):
             self.states = States(depths, width)
         return self.states
 
-    def _pass(
-        self,
-        rows: list[int],
-        starts: Sequence[int],
-        pieces: Pieces,
-        wanted: Sequence[int],
-        parents: Parents,
-    ) -> torch.Tensor:
-        if self._taps is None or self.states is None:
-            return super()._pass(rows, starts, pieces, wanted, parents)
-        with self._taps.open():
-            logits = super()._pass(rows, starts, pieces, wanted, parents)
-        for row, start, piece, states in zip(rows, starts, pieces, self._taps.read(), strict=True):
-            self.states.note(row, start, states[: len(piece)])
-        return logits
-
     def _forward(self, now: PaddedPass) -> torch.Tensor:
         width = now.ids.shape[1]
         places = self._positions(now.starts, width)
@@ -77,8 +60,12 @@ class TorchExecutor(PaddedExecutor):
         with (
             folding(self.model, self._groups) if folds else nullcontext(),
             seeing(self.model.get_output_embeddings(), now.pick),
+            nullcontext() if self._taps is None else self._taps.open(),
         ):
-            return self._logits(now.ids, places, mask)
+            logits = self._logits(now.ids, places, mask)
+        if self._taps is not None:
+            self._note(now, self._taps.read())
+        return logits
 
     def _logits(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
         """Of `(n, width)` tokens at positions."""

@@ -28,7 +28,6 @@ from forerun.training.fit import (
     StatesTraining,
     cut,
     padded,
-    positions_of,
 )
 from forerun.training.muon import Muon
 
@@ -84,7 +83,7 @@ class HeadTrainer(StatesTraining):
         return min(1.0, 30 * share, max(0.05, 1 - (share - 0.3) / 0.7))
 
     def _losses(self, texts: Sequence[Document], rng: random.Random) -> Iterator[torch.Tensor]:
-        count = sum(map(positions_of, texts))
+        count = sum(text.positions for text in texts)
         for part in self._batches(texts):
             outputs, goals, _ = self._both(part)
             total = outputs[0].new_zeros(())
@@ -136,7 +135,9 @@ class HeadTrainer(StatesTraining):
         rounds: dict[str, list[int]] = {}
         for part in self._batches(texts):
             hits = self._right(part).cpu()
-            for text, right in zip(part, hits.split([positions_of(t) for t in part]), strict=True):
+            for text, right in zip(
+                part, hits.split([text.positions for text in part]), strict=True
+            ):
                 count = rounds.setdefault(text.family, [0, 0])
                 count[0] += rounds_of(right)
                 count[1] += len(right)

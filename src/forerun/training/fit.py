@@ -40,16 +40,16 @@ class Document(NamedTuple):
     start: int = 0  # first position whose prediction counts: 0, or the last token of a prompt
     family: str = ""  # the kind of prompt it is an answer to, for figures
 
+    @property
+    def positions(self) -> int:
+        """Predictions that count (its last token has no known successor)."""
+        return max(len(self.ids) - 1 - self.start, 0)
 
-T = TypeVar("T")
+
+T = TypeVar("T", bound=Any)
 """A text to learn from: a `Document`, or a pair of texts."""
 Own = Mapping[str, torch.nn.Parameter]
 """What is trained, by name."""
-
-
-def positions_of(document: Document) -> int:
-    """How many predictions of a document count (its last token has no known successor)."""
-    return max(len(document.ids) - 1 - document.start, 0)
 
 
 class Training(ABC, Generic[T]):
@@ -81,10 +81,6 @@ class Training(ABC, Generic[T]):
     @abstractmethod
     def _losses(self, texts: Sequence[T], rng: random.Random) -> Iterator[torch.Tensor]:
         """Losses on the texts of a step; the gradients of each are taken before the next."""
-
-    @abstractmethod
-    def _count(self, text: T) -> int:
-        """Tokens of a text that are learned from."""
 
     def _right(self, texts: Sequence[T]) -> torch.Tensor:
         """`(places, depths)` whether the draft's most likely tokens are the target's: 1 or 0, NaN
@@ -145,7 +141,7 @@ class Training(ABC, Generic[T]):
                     group["lr"] = peak * rate
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            took, count = time.perf_counter() - began, sum(map(self._count, batch))
+            took, count = time.perf_counter() - began, sum(text.positions for text in batch)
             self.step, self.tokens = self.step + 1, self.tokens + count
             self.elapsed += took
             yield {
@@ -289,9 +285,6 @@ class StatesTraining(Training[Document]):
     def _tokens(self, texts: Sequence[Document]) -> torch.Tensor | None:
         """The draft's vocabulary; None: all of the target's."""
         return cut(texts, self.settings.vocab or 0, self._access)
-
-    def _count(self, text: Document) -> int:
-        return positions_of(text)
 
     def _scored(self, texts: Sequence[Document]) -> torch.Tensor:
         """`(texts, longest)` whether the prediction after a token counts."""

@@ -34,6 +34,10 @@ class TextPair:
     opening: list[int]  # what the decoder begins with
     output: list[int]  # its text, with the end
 
+    @property
+    def positions(self) -> int:
+        return len(self.output)
+
 
 @dataclass(frozen=True)
 class _Batch:
@@ -69,9 +73,6 @@ class GraftTrainer(Training[TextPair]):
         drawn.sort(key=lambda text: len(text.output) + len(text.source))
         first = rng.randrange(max(1, len(drawn) - batch + 1))
         return drawn[first : first + batch]
-
-    def _count(self, text: TextPair) -> int:
-        return len(text.output)
 
     def _losses(self, texts: Sequence[TextPair], rng: random.Random) -> Iterator[torch.Tensor]:
         self.draft.get_decoder().train()  # all else is the target's

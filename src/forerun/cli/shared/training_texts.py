@@ -15,7 +15,7 @@ from forerun.errors import PromptError, SettingError
 from forerun.prompts import Prompt, find_prompts, is_shipped, json_lines, read_text
 from forerun.requests import Sampling
 from forerun.runtime.fingerprints import fingerprint
-from forerun.training.fit import Document, positions_of
+from forerun.training.fit import Document
 from forerun.training.grafts import TextPair
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ def read_documents(
     chosen: list[Document] = []
     count = 0
     for document in documents:
-        if positions_of(document):
+        if document.positions:
             chosen.append(document)
-            count += positions_of(document)
+            count += document.positions
             tell(count)
         if count >= tokens:
             break
