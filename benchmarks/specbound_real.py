@@ -19,8 +19,8 @@ from forerun.lab.exits.exit_costs import ExitCosts
 from forerun.lab.exits.exit_replay import ExitTrace, OwnText, Setting
 from forerun.lab.exits.sweep import Search, candidates, written
 from forerun.runtime.drafts import ABOUT
-from forerun.runtime.heads import load_heads
-from forerun.runtime.layers import ExitHeads, LayerAccess, LogitLens
+from forerun.runtime.heads import ExitHeads, load_heads
+from forerun.runtime.layers import LayerAccess, LogitLens
 from recipes.smollm2.prompts import Sources, prompt_of
 
 VOCAB = 4096

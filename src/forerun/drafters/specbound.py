@@ -16,8 +16,8 @@ from forerun.errors import ForerunWarning, SettingError, require
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import own_draft, spread
 from forerun.runtime.exits import exit_rows, layers_of
-from forerun.runtime.heads import load_heads
-from forerun.runtime.layers import ExitHeads, LogitLens
+from forerun.runtime.heads import ExitHeads, load_heads
+from forerun.runtime.layers import LogitLens
 from forerun.types import Stop
 
 NAME = "specbound"

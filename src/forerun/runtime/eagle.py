@@ -34,38 +34,6 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of queries to keys and values, `(n, heads, tokens, width)` each, and its result."""
 
 
-class StateReader(ABC):
-    """What says the next token from the newest one and a state of the one before it."""
-
-    width: int  # D, of the states that it reads within a draft: its own outputs
-    reads: int  # ids that it can read, from 0 on: all of the target's, or of a cut vocabulary
-    weights: int  # parameters that a step reads; a projection of states is not of a step
-    token_bytes: int = 0  # of its keys and values
-    first: int = 0
-    """Place of the first token that others see: 1 if none is read that has no state before it."""
-
-    @abstractmethod
-    def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
-        """`(..., D)` of the target's states `(..., depths × H)`."""
-
-    @abstractmethod
-    def run(
-        self,
-        ids: torch.Tensor,
-        states: torch.Tensor,
-        places: torch.Tensor,
-        seen: torch.Tensor,
-        cache: RowCache,
-    ) -> torch.Tensor:
-        """`(n, tokens, D)` outputs of a pass that was opened in the cache: of `(n, tokens)` ids at
-        places, and states `(n, tokens, D)` of the token before each. `seen` `(n, 1, tokens,
-        columns)` says whether a token sees a column."""
-
-    @abstractmethod
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., V)` of outputs `(..., D)`."""
-
-
 @dataclass(frozen=True)
 class HeadForm:
     """Sizes of a head's layer."""
@@ -93,11 +61,17 @@ class Norm(nn.Module):
         return rms(x, self.eps) * self.weight
 
 
-class StateHead(nn.Module, StateReader):
-    """A decoder layer that reads a token and a state: queries, keys and values of what `entered`
-    makes of both, so many numbers per token. All are float32."""
+class StateHead(nn.Module, ABC):
+    """A decoder layer that says the next token from the newest one and a state of the one before:
+    queries, keys and values are of what `entered` makes of both, so many numbers per token. All are
+    float32."""
 
     rates: torch.Tensor
+    width: int  # D, of the states that it reads within a draft: its own outputs
+    reads: int  # ids that it can read, from 0 on: all of the target's, or of a cut vocabulary
+    token_bytes: int  # of its keys and values
+    first: int = 0
+    """Place of the first token that others see: 1 if none is read that has no state before it."""
 
     def __init__(self, form: HeadForm, read: int) -> None:
         super().__init__()
@@ -115,9 +89,18 @@ class StateHead(nn.Module, StateReader):
         self.token_bytes = 8 * form.key_heads * form.head_width
 
     @property
-    def weights(self) -> int:  # type: ignore[override]
+    def weights(self) -> int:
+        """Parameters that a step reads; a projection of states is not of a step."""
         parts = self.named_parameters()
         return sum(p.numel() for name, p in parts if not name.startswith("fuse"))
+
+    @abstractmethod
+    def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
+        """`(..., D)` of the target's states `(..., depths × H)`."""
+
+    @abstractmethod
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., V)` of outputs `(..., D)`."""
 
     @abstractmethod
     def entered(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,6 +147,9 @@ class StateHead(nn.Module, StateReader):
         seen: torch.Tensor,
         cache: RowCache,
     ) -> torch.Tensor:
+        """`(n, tokens, D)` outputs of a pass that was opened in the cache: of `(n, tokens)` ids at
+        places, and states `(n, tokens, D)` of the token before each. `seen` `(n, 1, tokens,
+        columns)` says whether a token sees a column."""
         grouped = self.form.heads != self.form.key_heads
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -240,7 +226,7 @@ def load_eagle(
     return made[0].filled({n: t.float() for n, t in tensors.items()}), tokens
 
 
-class MtpHead(StateReader):
+class MtpHead:
     """The layer that a checkpoint brings to predict one token further, run by transformers' own
     `MtpModel`: it reads a token and the state of the one before it, normed: the target's, or its
     own output. Of several layers the first is run for every token.
@@ -249,7 +235,7 @@ class MtpHead(StateReader):
     for one with a sliding window or a state, `ModelError` if it cannot be loaded.
     """
 
-    first = 1
+    first, token_bytes = 1, 0
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -320,6 +306,9 @@ def _mtp_layers(model: Any) -> Any:
         raise ModelError(
             f"cannot load the layers for mtp of {model.config.name_or_path!r}: {error}"
         ) from error
+
+
+StateReader = StateHead | MtpHead
 
 
 class HeadExecutor(PaddedExecutor):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from forerun.errors import SettingError
 from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, read_about, save_about
-from forerun.runtime.layers import LayerAccess
+from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.runtime.packing import dense, linear, packed
 from forerun.runtime.states import check_depths
 
@@ -87,6 +87,10 @@ class LightHeads:
         """What `draft.json` says of heads."""
         tuned = {"tuned": self.tuned} if self.tuned else {}
         return {"head": FORM, "layers": list(self.layers), **tuned}
+
+
+ExitHeads = LightHeads | LogitLens
+"""What turns hidden states of shallow `layers` into logits of its `tokens`."""
 
 
 def shapes_of_head(width: int) -> dict[str, tuple[int, ...]]:

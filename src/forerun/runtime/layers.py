@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -179,28 +179,13 @@ class _Nothing(torch.nn.Module):
         return hidden.new_zeros(())
 
 
-class ExitHeads(Protocol):
-    """Heads that turn hidden states of shallow layers into logits."""
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Depths that have a head, rising."""
-
-    @property
-    def tokens(self) -> torch.Tensor | None:
-        """`(n,)` ids of the heads' vocabulary; None: the whole vocabulary."""
-
-    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """`(..., n)` logits of `tokens` from hidden states `(..., H)` at depth `layer`."""
-
-
 class LogitLens:
     """The model's own norm and unembedding as the head of every layer: nothing to train.
 
     Reference: nostalgebraist 2020, interpreting GPT: the logit lens.
     """
 
-    tokens: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None  # it has the whole vocabulary
 
     def __init__(self, access: LayerAccess) -> None:
         self._access = access

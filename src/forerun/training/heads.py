@@ -14,13 +14,14 @@ from forerun.errors import SettingError
 from forerun.runtime.exits import Adapter
 from forerun.runtime.heads import (
     UNEMBEDDING,
+    ExitHeads,
     LightHeads,
     MedusaHeads,
     default_layers,
     new_heads,
     shapes_of_head,
 )
-from forerun.runtime.layers import ExitHeads, LogitLens
+from forerun.runtime.layers import LogitLens
 from forerun.runtime.states import check_depths
 from forerun.training.fit import Document, Own, StatesTraining, divergence, frequent
 

@@ -18,7 +18,7 @@ from forerun.lab.exits.exit_replay import ANNEALS, COUNTED, OwnText, Setting
 from forerun.model import Model
 from forerun.runtime.base import Rows
 from forerun.runtime.exits import Work
-from forerun.runtime.layers import ExitHeads
+from forerun.runtime.heads import ExitHeads
 from forerun.types import FloatArray
 
 LIVE_TEXTS = 6  # texts that are decoded for the fixed costs

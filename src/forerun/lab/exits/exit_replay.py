@@ -28,7 +28,8 @@ from forerun.lab.traces.results import Rounds
 from forerun.lab.traces.trace import Trace
 from forerun.registry import Spec
 from forerun.runtime.drafts import spread
-from forerun.runtime.layers import ExitHeads, LayerAccess
+from forerun.runtime.heads import ExitHeads
+from forerun.runtime.layers import LayerAccess
 from forerun.types import BoolArray, FloatArray, IntArray, Stop
 
 ANNEALS = tuple(0.25 * step for step in range(9))  # annealings with a stored confidence

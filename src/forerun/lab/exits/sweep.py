@@ -24,8 +24,8 @@ from forerun.prompts import Prompt
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import own_draft
 from forerun.runtime.exits import exit_rows, layers_of
-from forerun.runtime.heads import load_heads
-from forerun.runtime.layers import ExitHeads, LogitLens
+from forerun.runtime.heads import ExitHeads, load_heads
+from forerun.runtime.layers import LogitLens
 
 SCHEMA = 1
 SHOWN = 8  # settings listed
