@@ -147,12 +147,8 @@ class Executor(ABC):
 
     def tap(self, depths: Sequence[int]) -> States:
         """From now on, passes leave the hidden states of these depths in `States`: the same object
-        if it is asked again for the same ones.
-
-        Raises:
-            SettingError: no such depths, or the executor gives no states.
-            UnsupportedModelError: this model's states cannot be had.
-        """
+        if it is asked again for the same ones. `SettingError` if there are no such depths or the
+        executor gives no states, `UnsupportedModelError` if this model's cannot be had."""
         raise SettingError(
             f"this draft reads the target's hidden states, which the runtime "
             f"{self.facts.executor or 'of this target'} does not give; use torch or openvino"

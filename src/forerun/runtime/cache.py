@@ -103,11 +103,8 @@ class RowCache(Store):
         self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def open(self, rows: list[int], starts: Sequence[int], width: int, device: torch.device) -> int:
-        """Announce a pass of `width` columns from `starts[i]` on in row `rows[i]`, rows rising.
-
-        Returns:
-            How many columns the attention will see.
-        """
+        """Announce a pass of `width` columns from `starts[i]` on in row `rows[i]`, rows rising; how
+        many columns the attention will see."""
         self._start = max(starts)
         end = self._start + width
         low, high = rows[0], rows[-1]

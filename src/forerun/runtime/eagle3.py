@@ -114,9 +114,7 @@ def load_head(
 ) -> tuple[Eagle3Head, torch.Tensor]:
     """The head in a folder of either layout, on its target's device, and the `(V,)` ids of the
     tokens it says. H, `width`, is that of the target's states, of which it reads `depths`.
-
-    Raises:
-        ModelError: damaged, another target's, or of a form that is not read here, which is named.
+    `ModelError` if it is damaged, another target's, or of a form that is not read, which is named.
     """
     config = read_config(folder)
     form, flags = _form(folder, config)

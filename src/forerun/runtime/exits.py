@@ -133,7 +133,8 @@ class LayersExecutor(TorchExecutor):
         depths: Sequence[int],
         leave: Leave,
     ) -> None:
-        """Take the newest token of each row up from the embedding until it leaves.
+        """Take the newest token of each row up from the embedding until it leaves; `PromptError` if
+        a context is longer than the model's.
 
         Args:
             starts: per row the tokens that have passed all layers.
@@ -141,9 +142,6 @@ class LayersExecutor(TorchExecutor):
             depths: where it may leave, rising; beyond the last nothing goes. The last may be all
                 layers: such a token is decoded, and verification only judges it.
             leave: asked at each of these depths about the rows still climbing; see `Leave`.
-
-        Raises:
-            PromptError: a context is longer than the model's.
         """
         began = time.perf_counter()
         self._starts = starts

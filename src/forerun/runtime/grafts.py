@@ -48,11 +48,8 @@ class Extended(torch.nn.Module):
 def graft(target: Any, layers: int, width: int = 1) -> Any:
     """A model with `layers` decoder layers, begun as the own of an encoder-decoder model of Hugging
     Face, spread over its depth. It proposes `width` tokens in a pass: above 1 there are `width` - 1
-    queries.
-
-    Raises:
-        SettingError: layers or width out of range.
-        UnsupportedModelError: the family's classes are laid out in another way.
+    queries. `SettingError` for layers or a width out of range, `UnsupportedModelError` if the
+    family's classes are laid out in another way.
     """
     config = copy.deepcopy(target.config)
     count = "num_decoder_layers" if hasattr(config, "num_decoder_layers") else "decoder_layers"

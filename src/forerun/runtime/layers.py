@@ -33,10 +33,8 @@ class LayerAccess:
 
     Layers are counted as depths: depth 0 is the embedding, depth `ℓ` the hidden state after `ℓ`
     decoder layers and before the final norm. `run(hidden, a, b)` takes depth `a` to depth `b`.
-
-    Raises:
-        UnsupportedModelError: layer by layer it does not reproduce its own forward, or its modules
-            are not where they are looked for.
+    `UnsupportedModelError` if layer by layer it does not reproduce its own forward, or its modules
+    are not where they are looked for.
     """
 
     def __init__(self, model: Any) -> None:

@@ -284,11 +284,8 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def read_config(name: str | Path, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model whose weights are not loaded.
-
-    Raises:
-        ModelError, OSError, ValueError, KeyError, AttributeError, TypeError: it cannot be read.
-    """
+    """The configuration of a model whose weights are not loaded; `ModelError`, `OSError`, or what
+    its class raises, if it cannot be read."""
     if path := gguf.locate(name):
         from transformers import PreTrainedConfig
 

@@ -93,10 +93,8 @@ def prove(executor: Executor, model: Any) -> None:
 
 
 def probe(executor: Executor, expected: Logits) -> None:
-    """Two ragged rows, a rollback, a row that joins, one that leaves, one that goes on alone.
-
-    Raises:
-        UnsupportedModelError: logits differ from the model's by more than the precision explains.
+    """Two ragged rows, a rollback, a row that joins, one that leaves, one that goes on alone;
+    `UnsupportedModelError` if logits differ from the model's by more than the precision explains.
     """
     a, b, c = texts(executor.facts.vocab_size, executor.facts.limit)
     rejected = [1] * _REJECTED

@@ -49,12 +49,8 @@ class RuntimeSpec(ABC):
 
     @abstractmethod
     def load(self, source: Source) -> Rows:
-        """Load a model.
-
-        Raises:
-            ModelError: it is missing, corrupt, or cannot be served by this executor.
-            SettingError: a device or dtype that it does not have.
-        """
+        """Load a model; `ModelError` if it is missing, corrupt, or cannot be served by this
+        executor, `SettingError` for a device or dtype that it does not have."""
 
 
 @dataclass(frozen=True)

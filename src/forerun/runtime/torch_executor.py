@@ -21,11 +21,8 @@ FOLDED_WIDTH = 64  # widest pass whose grouped queries are folded (`folded_atten
 
 
 class TorchExecutor(PaddedExecutor):
-    """Runs a decoder-only Hugging Face model over rows of different lengths, padded to one width.
-
-    Raises:
-        UnsupportedModelError: a row cache cannot serve this architecture; says why.
-    """
+    """Runs a decoder-only Hugging Face model over rows of different lengths, padded to one width;
+    `UnsupportedModelError` says why a row cache cannot serve it."""
 
     def __init__(self, model: Any) -> None:
         check_supported(model)

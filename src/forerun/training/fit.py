@@ -53,21 +53,11 @@ Own = Mapping[str, torch.nn.Parameter]
 
 
 class Training(ABC, Generic[T]):
-    """A draft in training; `save` and `load` keep all of it.
-
-    Args:
-        target: the module of the model to draft for; its parameters no longer take gradients.
-        own: what is trained.
-        settings: how.
-        tokens: `(V,)` rising ids of a vocabulary of the draft's own; None: it has all.
-    """
+    """A draft in training for a target's module, whose parameters no longer take gradients; `save`
+    and `load` keep all of it. `tokens` `(V,)` are the rising ids of a vocabulary of its own."""
 
     def __init__(
-        self,
-        target: Any,
-        own: Own,
-        settings: TrainingSettings,
-        tokens: torch.Tensor | None = None,
+        self, target: Any, own: Own, settings: TrainingSettings, tokens: torch.Tensor | None = None
     ) -> None:
         self.settings, self.target, self.own, self.vocabulary = settings, target, dict(own), tokens
         self.identity = fingerprint(target)
@@ -165,11 +155,8 @@ class Training(ABC, Generic[T]):
         os.replace(beside, path)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint.
-
-        Raises:
-            SettingError: it was begun with other settings (but for `steps`) or another target.
-        """
+        """Go on from a checkpoint; `SettingError` if it was begun with other settings (but for
+        `steps`) or another target."""
         try:
             state = torch.load(path, map_location=self.target.device, weights_only=True)
             of, own, counts = state["of"], state["own"], state["counts"]

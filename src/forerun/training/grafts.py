@@ -113,9 +113,7 @@ class GraftTrainer(Training[TextPair]):
         self, batch: _Batch, starts: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What is said at every token and at the queries behind each anchor; what is taught there.
-
-        A query sees the text up to its anchor, and the queries of its block before it.
-        """
+        A query sees the text up to its anchor, and the queries of its block before it."""
         rows, width = batch.fed.shape
         queries, count = self._block - 1, len(starts[0])
         device = batch.fed.device

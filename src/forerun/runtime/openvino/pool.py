@@ -18,11 +18,8 @@ LARGEST_RESERVE = 1 << 30
 
 
 class Blocks:
-    """A free list and a table per row of blocks of `size` tokens.
-
-    A row keeps its blocks when it is rolled back: it is about to need them again. They are given
-    back when the row leaves.
-    """
+    """A free list and a table per row of blocks of `size` tokens. A row keeps its blocks when it is
+    rolled back, as it is about to need them again, and gives them back when it leaves."""
 
     def __init__(self, size: int) -> None:
         self.size, self.total = size, 0
