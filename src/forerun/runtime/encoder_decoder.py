@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,14 +14,251 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import ForerunWarning, UnsupportedModelError
-from forerun.runtime import padded
 from forerun.runtime.attention import additive, hidden_columns, positions_of_columns
 from forerun.runtime.base import Executor, Facts
-from forerun.runtime.cache import RowCache, cache_argument
-from forerun.runtime.placement import placement_of
+from forerun.runtime.cache import RowCache, Store, cache_argument
 from forerun.runtime.probe import prove
-from forerun.runtime.sources import CrossAttention, Encoder, SourceCache, layers_of, projections
 from forerun.runtime.support import check_supported, decoder_limit
+from forerun.runtime.torch_executor import PaddedExecutor, PaddedPass, seeing
+from forerun.runtime.torch_executor import facts_of as torch_facts
+
+SIDE_BY_SIDE = 32  # padded tokens per source that a pass of the encoder may waste
+ENCODED = 1 << 14  # most padded tokens of one pass of the encoder
+
+
+@dataclass(frozen=True)
+class SourceStates:
+    """What the encoder says of some sources."""
+
+    places: list[int]  # which of the sources they are
+    lengths: list[int]
+    values: torch.Tensor  # `(sources, longest, d)`, padded on the right
+
+
+class Encoder:
+    """Reads sources; remembers the last ones for a draft that shares them."""
+
+    def __init__(self, model: Any) -> None:
+        self._module, self._device = model.get_encoder(), model.device
+        # M2M100 takes an encoder token's position from "not the padding id": pad with that id.
+        self._pad = model.config.pad_token_id or 0
+        self.shared = False  # whether somebody else asks for the states of the same sources
+        self._last: tuple[list[list[int]], list[SourceStates]] | None = None
+
+    @torch.inference_mode()
+    def read(self, sources: Sequence[Sequence[int]], again: bool) -> list[SourceStates]:
+        """States of all sources, those of alike lengths together; of the last ones, if they are
+        read `again`, what is known."""
+        wanted = [list(source) for source in sources]
+        if again and self._last is not None and self._last[0] == wanted:
+            return self._last[1]
+        out = []
+        for places in _groups([len(source) for source in wanted]):
+            group = [wanted[place] for place in places]
+            lengths = list(map(len, group))
+            width = max(lengths)
+            ids = [[*source, *[self._pad] * (width - len(source))] for source in group]
+            seen = [[1] * n + [0] * (width - n) for n in lengths]
+            states = self._module(
+                input_ids=torch.tensor(ids, device=self._device),
+                attention_mask=torch.tensor(seen, device=self._device),
+            ).last_hidden_state
+            out.append(SourceStates(places, lengths, states))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._last = (wanted, out) if self.shared else None
+        return out
+
+
+def _groups(lengths: Sequence[int]) -> list[list[int]]:
+    """Sources sorted by length, in passes that waste little."""
+    out: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        wide = not out or lengths[place] > lengths[out[-1][0]] + SIDE_BY_SIDE
+        if wide or lengths[place] * (len(out[-1]) + 1) > ENCODED:
+            out.append([])
+        out[-1].append(place)
+    return out
+
+
+class CrossAttention:
+    """Makes the keys and values that a model's decoder attends to."""
+
+    def __init__(self, model: Any, encoder: Encoder | None = None) -> None:
+        self.encoder, self._shares = encoder or Encoder(model), encoder is not None
+        self.encoder.shared |= self._shares
+        self.layers = list(map(projections, layers_of(model.get_decoder())))
+
+    @torch.inference_mode()
+    def read(
+        self, sources: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[SourceStates, list[tuple[torch.Tensor, torch.Tensor]]]]:
+        """Sources of alike lengths together, with their keys and values in every layer. Both are
+        `(sources, heads, columns, width)`; columns beyond a source mean nothing."""
+        for states in self.encoder.read(sources, again=self._shares):
+            x = states.values
+            made = [(_by_head(k(x), width), _by_head(v(x), width)) for k, v, width in self.layers]
+            yield states, made
+
+
+def _by_head(states: torch.Tensor, width: int) -> torch.Tensor:
+    """`(rows, heads, columns, width)` of `(rows, columns, heads · width)`."""
+    return states.view(*states.shape[:2], -1, width).transpose(1, 2)
+
+
+def layers_of(decoder: Any) -> Any:
+    """Its layers."""
+    return decoder.block if hasattr(decoder, "block") else decoder.layers
+
+
+def projections(layer: Any) -> tuple[Any, Any, int]:
+    """Key and value projections of a layer's cross-attention, and the size of a head."""
+    attention = getattr(layer, "encoder_attn", None)
+    if attention is not None:
+        return attention.k_proj, attention.v_proj, attention.head_dim
+    try:
+        attention = layer.layer[1].EncDecAttention
+        return attention.k, attention.v, attention.key_value_proj_dim
+    except (AttributeError, IndexError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"nobody knows where a {type(layer).__name__} attends to the source"
+        ) from error
+
+
+class SourceCache(Store):
+    """Cross-attention keys and values: one source per row, written once, never rolled back."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
+        self.lengths: list[int] = []  # tokens of each row's source
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest source."""
+        return max(self.lengths, default=0)
+
+    @torch.inference_mode()
+    def write(
+        self, rows: Sequence[int], layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Keep `(n, heads, columns, width)` states of these rows in a layer."""
+        self.reserve(len(self.lengths), max(self.lengths))
+        for store, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
+            store[list(rows), :, : new.shape[2]] = new
+
+    def retain(self, rows: Sequence[int]) -> None:
+        """Keep the sources of these rows, in this order; a row may be kept twice."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self.keep(rows, max(self.lengths, default=0))
+
+    def show(self, rows: Sequence[int]) -> int:
+        """Let the layers see these rows; how many columns they see."""
+        index = list(rows)
+        columns = max(self.lengths[row] for row in index)
+        low, high = index[0], index[-1] + 1
+        adjacent = high - low == len(index)
+        for layer, pair in zip(self.layers, self._store.values(), strict=True):
+            seen = [store[low:high] if adjacent else store[index] for store in pair]
+            layer.keys, layer.values = (store[:, :, :columns] for store in seen)
+        return columns
+
+
+class Table:
+    """A table of positions, learned or not: all families but T5's. It knows `limit` places.
+
+    No encoder-decoder family takes positions from outside. What places the tokens is one module,
+    and for one pass at a time its answer is replaced: by a forward hook on the table of positions,
+    or in T5 by an attribute that hides the method which makes the relative bias. The model is left
+    as it was given, also when the pass fails.
+    """
+
+    def __init__(self, decoder: Any, limit: int) -> None:
+        self._module = decoder.embed_positions
+        self._device, self._dtype = decoder.device, decoder.dtype
+        self.limit = min(limit, len(self._table()))
+
+    def _table(self) -> torch.Tensor:
+        positions = self._module
+        if hasattr(positions, "weights"):  # M2M100: a buffer
+            return positions.weights[positions.padding_idx + 1 :]
+        return positions.weight[getattr(positions, "offset", 0) :]  # BART skips two rows
+
+    @contextmanager
+    def placed(
+        self, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Place the tokens of the passes within, `(rows, width)`, and what they attend to, `(rows
+        or 1, columns)`, of which each must not see what is hidden, `(rows, width, columns)`. Yields
+        the additive mask to hand to the decoder, 4-D."""
+        # Padding may point past the end.
+        with self.looked_up(queries.clamp(max=self.limit - 1)):
+            yield additive(hidden, self._dtype)[:, None]
+
+    @contextmanager
+    def looked_up(self, places: torch.Tensor) -> Iterator[None]:
+        """Let the module look up these places, `(rows, width)`."""
+        looked = self._table()[places]
+        handle = self._module.register_forward_hook(lambda module, args, out: looked.to(out.dtype))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+class RelativeBias:
+    """T5's biases by distance: one table for all layers, or in umT5 one per layer."""
+
+    def __init__(self, decoder: Any, limit: int) -> None:
+        attentions = [block.layer[0].SelfAttention for block in decoder.block]
+        self._attentions = [a for a in attentions if a.has_relative_attention_bias]
+        self._dtype, self._device = decoder.dtype, decoder.device
+        self._tables: list[torch.Tensor] = []
+        self._open = torch.zeros(1, 1, 1, 1, device=self._device, dtype=self._dtype)
+        self.limit = limit
+
+    @contextmanager
+    def placed(
+        self, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """As a table does; hides the method that makes the bias, which also adds the mask."""
+        distance = (queries[:, :, None] - keys[:, None, :]).clamp(min=0)
+        mask = additive(hidden, self._dtype)[:, None]
+        need = int(distance.shape[-1]) + int(distance.shape[-2])
+        if not self._tables or len(self._tables[0]) < need:
+            self._tables = self._made(2 * need + 64)
+        try:
+            for attention, table in zip(self._attentions, self._tables, strict=True):
+                bias = table[distance].permute(0, 3, 1, 2) + mask
+                attention.compute_bias = lambda *_, bias=bias, **__: bias
+            yield self._open
+        finally:
+            for attention in self._attentions:
+                attention.__dict__.pop("compute_bias", None)
+
+    def _made(self, room: int) -> list[torch.Tensor]:
+        """Tables `(distance, heads)` out of the model's own bias of its newest token."""
+        rows = [
+            attention.compute_bias(1, room, device=self._device, past_seen_tokens=room - 1)
+            for attention in self._attentions
+        ]
+        return [row[0, :, 0].flip(-1).t().contiguous() for row in rows]
+
+
+def placement_of(decoder: Any, limit: int) -> Table | RelativeBias:
+    """What places the tokens of a decoder that knows `limit` places at most;
+    `UnsupportedModelError` if it is none of the known ways."""
+    if hasattr(decoder, "embed_positions"):
+        return Table(decoder, limit)
+    blocks = getattr(decoder, "block", None)
+    if blocks and hasattr(blocks[0].layer[0], "SelfAttention"):
+        return RelativeBias(decoder, limit)
+    raise UnsupportedModelError(
+        "nobody knows how this decoder places its tokens: it has neither a table of positions nor "
+        "a relative bias"
+    )
 
 
 class OwnCache(RowCache):
@@ -31,7 +270,7 @@ class OwnCache(RowCache):
         return 0
 
 
-class EncoderDecoderExecutor(padded.PaddedExecutor):
+class EncoderDecoderExecutor(PaddedExecutor):
     """Runs the decoder of an encoder-decoder model over rows that each have a source.
 
     The encoder reads a source once, when its row joins; the cross-attention's keys are made then
@@ -92,7 +331,7 @@ class EncoderDecoderExecutor(padded.PaddedExecutor):
         """The draft reads what this one's encoder read."""
         return EncoderDecoderExecutor(model, self.cross.encoder)
 
-    def _forward(self, now: padded.PaddedPass) -> torch.Tensor:
+    def _forward(self, now: PaddedPass) -> torch.Tensor:
         begin = torch.tensor(now.starts, device=self.device)[:, None]
         places = begin + torch.arange(now.ids.shape[1], device=self.device)
         queries = places if now.tree is None else now.tree[0]
@@ -101,7 +340,7 @@ class EncoderDecoderExecutor(padded.PaddedExecutor):
         across = self._open_sources(now.rows)
         with (
             self.placement.placed(queries, keys, hidden) as mask,
-            padded.seeing(self.model.get_output_embeddings(), now.pick),
+            seeing(self.model.get_output_embeddings(), now.pick),
         ):
             logits: torch.Tensor = self.model(
                 encoder_outputs=self._unread,
@@ -137,7 +376,7 @@ def facts_of(model: Any) -> Facts:
     heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
     width = getattr(config, "d_kv", None) or config.d_model // heads
     return replace(
-        padded.facts_of(model),
+        torch_facts(model),
         limit=limit,
         layers=layers,
         weights=sum(p.numel() for p in read | {head}),

@@ -16,8 +16,8 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.runtime.base import Rows
+from forerun.runtime.encoder_decoder import placement_of
 from forerun.runtime.grafts import graft, model_of, own_parameters
-from forerun.runtime.placement import placement_of
 from forerun.runtime.support import decoder_limit
 from forerun.training.fit import Training, divergence, padded
 from forerun.training.settings import TrainingSettings

@@ -30,8 +30,7 @@ from torch.utils._pytree import tree_map
 from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import UnsupportedModelError
-from forerun.runtime.encoder_decoder import banned
-from forerun.runtime.placement import Table
+from forerun.runtime.encoder_decoder import Table, banned
 from forerun.runtime.support import decoder_limit
 
 INPUTS = ("input_ids", "position_ids", "wanted")

@@ -17,6 +17,7 @@ from forerun.cache import keep_json, kept_json
 from forerun.errors import ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import gguf
 from forerun.runtime.base import Facts
+from forerun.runtime.encoder_decoder import Encoder
 from forerun.runtime.encoder_decoder import facts_of as sourced_facts
 from forerun.runtime.load import EXPORTED, checkpoint_files, counted, exported, load_model
 from forerun.runtime.openvino import store
@@ -25,12 +26,11 @@ from forerun.runtime.openvino.export import HALF, Widened, export, halved, in_fp
 from forerun.runtime.openvino.nodes import attach, tap
 from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
 from forerun.runtime.openvino.weights import hold
-from forerun.runtime.padded import facts_of
 from forerun.runtime.probe import fewest_tokens, probe, reference, reference_of
-from forerun.runtime.sources import Encoder
 from forerun.runtime.states import States
 from forerun.runtime.support import refusal
 from forerun.runtime.timing import machine
+from forerun.runtime.torch_executor import facts_of
 
 CPU = torch.device("cpu")
 

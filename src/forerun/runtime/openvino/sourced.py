@@ -13,12 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from forerun.runtime.base import Executor, Facts
-from forerun.runtime.encoder_decoder import warn_of_settings
+from forerun.runtime.encoder_decoder import CrossAttention, Encoder, warn_of_settings
 from forerun.runtime.openvino.executor import FIRST_BLOCKS, OpenVINOExecutor
 from forerun.runtime.openvino.nodes import SOURCE, SOURCE_LAST, SOURCE_ROW
 from forerun.runtime.openvino.pool import Pool
 from forerun.runtime.openvino.request import InferRequest
-from forerun.runtime.sources import CrossAttention, Encoder
 
 
 class SourcedOpenVINOExecutor(OpenVINOExecutor):
