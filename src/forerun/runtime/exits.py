@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +43,14 @@ class Work(Counter[tuple[str, int]]):
         return sum(count * size for (part, size), count in self.items() if part in parts)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pending:
-    """A row's tokens beyond what its cache covers, and how deep each has come. Depths never rise
-    along the row: whatever runs deeper takes all earlier tokens along."""
+    """A token beyond what its row's cache covers, and how deep it has come. Depths never rise along
+    a row: whatever runs deeper takes all earlier tokens along."""
 
-    tokens: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    states: list[torch.Tensor] = field(default_factory=list)
-    """`(H,)` of each at its depth, if that is not 0."""
-
-    def cut(self, length: int) -> None:
-        """Keep the first `length` tokens."""
-        del self.tokens[length:], self.depths[length:], self.states[length:]
+    token: int
+    depth: int = 0
+    state: Any = None  # `(H,)` at its depth, if that is not 0
 
 
 Span = tuple[int, int, int]  # `(row, first pending token, how many)`
@@ -96,7 +92,7 @@ class LayersExecutor(TorchExecutor):
         self.counts: list[list[int]] = []
         """Per row, since it joined and without its prompt: positions × layers, and hidden states of
         shallow layers turned into logits."""
-        self._pending: list[_Pending] = []
+        self._pending: list[list[_Pending]] = []
         self._starts: Sequence[int] = ()
         self._batch: Batch | None = None
         super().__init__(model)
@@ -104,7 +100,7 @@ class LayersExecutor(TorchExecutor):
     @property
     def pending(self) -> list[list[int]]:
         """Per row the depths its pending tokens have come to."""
-        return [list(row.depths) for row in self._pending]
+        return [[token.depth for token in row] for row in self._pending]
 
     def reserve(self, rows: int, columns: int) -> None:
         """Grow the cache; rows that join have nothing pending."""
@@ -116,12 +112,12 @@ class LayersExecutor(TorchExecutor):
         super().keep(rows, lengths)
         self._batch = None
         self._grow(max(rows, default=-1) + 1)
-        self._pending = [_Pending() for _ in rows]
+        self._pending = [[] for _ in rows]
         self.counts = [list(self.counts[row]) for row in rows]
 
     def _grow(self, rows: int) -> None:
         """Rows that joined since the last pass have nothing pending."""
-        self._pending.extend(_Pending() for _ in range(rows - len(self._pending)))
+        self._pending.extend([] for _ in range(rows - len(self._pending)))
         self.counts.extend([0, 0] for _ in range(rows - len(self.counts)))
 
     @torch.inference_mode()
@@ -183,14 +179,14 @@ class LayersExecutor(TorchExecutor):
         self._grow(len(starts))
         if counted := sum(wanted):
             self.work["project", counted] += 1
-        if not any(row.tokens for row in self._pending):
+        if not any(self._pending):
             for row, count in enumerate(wanted):
                 self.counts[row][0] += self.access.layers * count
             if counted:
                 self.work["verify", counted] += self.access.layers
             return super().run(starts, pieces, wanted)
         self._take(list(range(len(pieces))), [list(piece) for piece in pieces])
-        rows = [row for row, pending in enumerate(self._pending) if pending.tokens]
+        rows = [row for row, pending in enumerate(self._pending) if pending]
         # Tokens whose logits are not wanted are a prompt's; they are not counted.
         uncounted = [len(piece) - n for piece, n in zip(pieces, wanted, strict=True)]
         self._sweep(rows, 0, self.access.layers, "verify", uncounted)
@@ -199,13 +195,13 @@ class LayersExecutor(TorchExecutor):
             len(wanted), most, self.facts.vocab_size, dtype=self.dtype, device=self.device
         )
         if rows:
-            spans = [(row, 0, len(self._pending[row].tokens)) for row in rows]
+            spans = [(row, 0, len(self._pending[row])) for row in rows]
             hidden = self._gather(spans, self.access.layers).hidden
             picked = picker([len(pieces[row]) for row in rows], [wanted[row] for row in rows])
             logits[rows] = self.access.logits(picked(hidden))
         self._batch = None
         for row in rows:
-            self._pending[row].cut(0)
+            self._pending[row].clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return logits
@@ -215,15 +211,12 @@ class LayersExecutor(TorchExecutor):
         tokens start anew even if they are known."""
         for row, piece in zip(rows, pieces, strict=True):
             held = self._pending[row]
-            most, common = min(len(held.tokens), len(piece) - fresh), 0
-            while common < most and held.tokens[common] == piece[common]:
+            most, common = min(len(held), len(piece) - fresh), 0
+            while common < most and held[common].token == piece[common]:
                 common += 1
-            if common == len(held.tokens) == len(piece):
-                continue
-            self._batch = None
-            held.cut(common)
-            held.tokens += piece[common:]
-            held.depths += [0] * (len(piece) - common)
+            if common < max(len(held), len(piece)):
+                self._batch = None
+                held[common:] = map(_Pending, piece[common:])
 
     def _sweep(
         self, rows: list[int], first: int, last: int, part: str, uncounted: Sequence[int] = ()
@@ -235,7 +228,7 @@ class LayersExecutor(TorchExecutor):
         while at < last:
             spans, until = [], last
             for row in rows:
-                depths = self._pending[row].depths
+                depths = [token.depth for token in self._pending[row]]
                 if count := depths.count(at):
                     # Depths never rise: all tokens at the smallest depth stand at the end.
                     spans.append((row, len(depths) - count, count))
@@ -245,9 +238,8 @@ class LayersExecutor(TorchExecutor):
                 batch.hidden = self._through(batch, at, until)
                 layers, positions = until - at, 0
                 for states, (row, begin, count) in zip(batch.hidden, spans, strict=True):
-                    pending = self._pending[row]
-                    pending.depths[begin:] = [until] * count
-                    pending.states[begin:] = states[:count]
+                    for token, state in zip(self._pending[row][begin:], states, strict=False):
+                        token.depth, token.state = until, state
                     counted = count - (uncounted[row] if uncounted else 0)
                     self.counts[row][0] += counted * layers
                     positions += counted
@@ -265,14 +257,14 @@ class LayersExecutor(TorchExecutor):
         mask = self._mask(starts, width, self.cache.open(rows, starts, width, self.device))
         assert isinstance(mask, torch.Tensor), "layer access refuses sliding windows"
         positions = self._positions(starts, width)
+        held = [self._pending[row][begin : begin + n] for row, begin, n in spans]
+        # Zeros in padding: left-overs may overflow, and a masked NaN still spoils attention.
+        padded = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
         if depth == 0:
-            own = [torch.tensor(self._pending[r].tokens[b : b + n]) for r, b, n in spans]
-            ids = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
+            ids = padded([torch.tensor([token.token for token in own]) for own in held])
             hidden = self.access.embed(ids.to(self.device), positions)
         else:
-            # Zeros in padding: left-overs may overflow, and a masked NaN still spoils attention.
-            own = [torch.stack(self._pending[r].states[b : b + n]) for r, b, n in spans]
-            hidden = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
+            hidden = padded([torch.stack([token.state for token in own]) for own in held])
         self._batch = Batch(spans, positions, mask, hidden)
         return self._batch
 

@@ -59,17 +59,12 @@ class LightHeads:
         self.tokens = tokens
         self._rows = None if tokens is None else access.unembedding_of(tokens)
         self._dtype = dtype = access.unembedding.dtype
-        self._used = {
-            layer: {
-                name: tensor
-                if tensor.requires_grad
-                else packed(tensor.to(dtype))
-                if tensor.dim() == 2
-                else tensor.to(dtype)
-                for name, tensor in own.items()
-            }
-            for layer, own in weights.items()
-        }
+
+        def for_use(own: torch.Tensor) -> torch.Tensor:
+            own = own if own.requires_grad else own.to(dtype)
+            return own if own.requires_grad or own.dim() < 2 else packed(own)
+
+        self._used = {n: {k: for_use(t) for k, t in own.items()} for n, own in weights.items()}
 
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of the head after `layer` layers, `(..., n)` for the n `tokens`, or all, from
