@@ -29,24 +29,11 @@ def folded_attention(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention where queries that share keys and values are one longer query; as transformers'.
-
-    It copies keys and values once per group of queries where a mask is given; over a cache of many
-    columns that takes longer than all else.
-
-    Args:
-        module: the layer's attention.
-        query: `(n, heads, width, dim)`.
-        key: `(n, pairs, columns, dim)`.
-        value: likewise.
-        attention_mask: additive `(n, 1, width, columns)`, or as `folded_mask` makes it.
-        dropout: 0 in inference.
-        scaling: of the products; None: `dim ** -0.5`.
-        more: what other kinds of attention read; with a bias or a soft cap it is transformers'.
-
-    Returns:
-        `(n, width, heads, dim)`, and None for the weights.
-    """
+    """Attention where queries `(n, heads, width, dim)` that share keys and values, `(n, pairs,
+    columns, dim)` each, are one longer query; taken and given as transformers does, which copies
+    keys and values once per group of queries where a mask is given: over a cache of many columns
+    that takes longer than all else. The mask may be as `folded_mask` makes it; with a bias or a
+    soft cap it is transformers' own attention."""
     # Imported when models are: what transformers' attentions import takes longer than a start.
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -340,13 +340,9 @@ class Rows:
         """Add a row per text, and cover all of it but for its last token, in chunks."""
         first = len(self.lengths)
         self.join(len(texts), max(map(len, texts), default=0) + room, sources)
-        none = [0] * len(self.lengths)
-        while any(len(t) - 1 > n for t, n in zip(texts, self.lengths[first:], strict=True)):
-            starts = self.lengths[first:]
-            chunks = [
-                list(t[n : min(n + CHUNK, len(t) - 1)]) for t, n in zip(texts, starts, strict=True)
-            ]
-            self.feed([*[[]] * first, *chunks], none)
+        for at in range(0, max(map(len, texts), default=0) - 1, CHUNK):
+            chunks = [list(text[:-1][at : at + CHUNK]) for text in texts]
+            self.feed([*[[]] * first, *chunks], [0] * len(self.lengths))
 
     def _ends(self, pieces: Pieces) -> list[int]:
         assert len(pieces) == len(self.lengths), "a piece for every row"

@@ -68,11 +68,8 @@ class CudaGraphExecutor(CachedExecutor):
         model: a supported causal language model on a CUDA device.
         compile: fuse the kernels under the graphs, too, by `torch.compile`: 30 to 50 s for each
             shape of up to 16 tokens per row, when it is first needed. PyTorch keeps the results.
-        capture: makes of a step, inputs and a memory pool what replays it.
-
-    Raises:
-        UnsupportedModelError: rows cannot serve this architecture, or its pass waits for the GPU
-            and cannot be captured.
+        capture: makes of a step, inputs and a memory pool what replays it; `UnsupportedModelError`
+            if that cannot be, as where a pass waits for the GPU.
     """
 
     trees = True

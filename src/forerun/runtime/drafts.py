@@ -224,8 +224,8 @@ def draft_folder(target: str, kind: str, path: str | None) -> str:
 
 def own_draft(target: str | Path, kind: str) -> str | None:
     """The draft that comes with a target: the folder of that kind in its own, if any."""
-    folder = Path(target, kind) if str(target) else None
+    folder = Path(target, kind)
     try:
-        return str(folder) if folder is not None and (folder / ABOUT).is_file() else None
+        return str(folder) if str(target) and (folder / ABOUT).is_file() else None
     except (OSError, ValueError):  # no name of a file
         return None

@@ -166,13 +166,8 @@ class EagleHead(StateHead):
 
     `x = layer(W · [rms(embedding); rms(state)])`, where the state is `W_f · [rms(h_a); rms(h_b);
     ...]` of the token before, or within a draft the output x of the step before; logits are
-    `embedding · norm(x)` over a cut vocabulary of V tokens.
-
-    Args:
-        width: D, a multiple of `HEAD`.
-        inner: M, of the feed-forward part.
-        vocab: V.
-        states: all depths' states of a token together.
+    `embedding · norm(x)` over a cut vocabulary of V tokens, `vocab`. D, `width`, is a multiple of
+    `HEAD`; `states` is how many numbers all depths' states of a token have.
     """
 
     def __init__(self, width: int, inner: int, vocab: int, states: int) -> None:

@@ -52,14 +52,10 @@ class Eagle3Head(StateHead):
     """The layer of EAGLE-3: token and state are read side by side, and it adds to the state.
 
     `x = g + layer([norm(e); norm(g)])`, where g is `W_f · [h_a; h_b; h_c]` of the token before, or
-    within a draft the output x of the step before; logits are `U · norm(x)`.
-
-    Args:
-        form: its sizes.
-        flags: those of `FLAGS` that are set.
-        table: `(V', D)` embeddings of the tokens that it reads, which are looked up only.
-        vocab: V, tokens that it says.
-        states: all depths' states of a token together.
+    within a draft the output x of the step before; logits are `U · norm(x)`, of V tokens, `vocab`.
+    `flags` are those of `FLAGS` that are set; `table` `(V', D)` the embeddings of the tokens that
+    it reads, which are looked up only; `states` how many numbers all depths' states of a token
+    have.
     """
 
     first = 1

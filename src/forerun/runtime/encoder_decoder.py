@@ -297,9 +297,9 @@ class EncoderDecoderExecutor(PaddedExecutor):
         self.placement = placement_of(decoder, decoder_limit(model.config))
         self.facts = facts_of(model)
         self.cache, self.sources = OwnCache(), SourceCache(len(self.cross.layers))
-        self._both = EncoderDecoderCache(self.cache, self.sources)
-        self._cached = {cache_argument(model): self._both, "use_cache": True}
-        self._both.is_updated = dict.fromkeys(range(len(self.cross.layers)), True)
+        both = EncoderDecoderCache(self.cache, self.sources)
+        both.is_updated = dict.fromkeys(range(len(self.cross.layers)), True)
+        self._cached = {cache_argument(model): both, "use_cache": True}
         # Not None, so that layers attend to the source; never read, as the keys are cached.
         unread = torch.zeros(1, 1, model.config.d_model, device=self.device, dtype=self.dtype)
         self._unread = BaseModelOutput(last_hidden_state=unread)

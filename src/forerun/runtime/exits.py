@@ -74,10 +74,8 @@ class LayersExecutor(TorchExecutor):
     in the one cache. A later token that goes deeper takes the pending ones along, for it needs
     their keys there. `run` recognises pending tokens, brings all to the same depth and then through
     the remaining layers together, so that each token it is fed passes each layer exactly once. With
-    nothing pending, it is a plain `TorchExecutor`.
-
-    Raises:
-        UnsupportedModelError: it has none, or a row cache cannot serve it.
+    nothing pending, it is a plain `TorchExecutor`. `UnsupportedModelError` if it has no layers, or
+    a row cache cannot serve it.
 
     Reference: Wen and Feng 2026, SpecBound, section 2.3.
     """
@@ -155,16 +153,12 @@ class LayersExecutor(TorchExecutor):
             at, batch = depth, self._batch
             assert batch is not None
             assert [span[0] for span in batch.spans] == rows
-            shown, counts = self._shown(batch), [count for *_, count in batch.spans]
-            if min(counts) == shown.shape[1]:
-                newest = shown[:, -1]
-            else:
-                newest = torch.stack([shown[i, count - 1] for i, count in enumerate(counts)])
+            last = picker([count for *_, count in batch.spans], [1] * len(rows))
             shallow = depth < self.access.layers
             self.work["exit" if shallow else "project", len(rows)] += 1
             for row in rows:
                 self.counts[row][1] += shallow
-            gone = leave(depth, rows, newest)
+            gone = leave(depth, rows, last(self._shown(batch))[:, 0])
             rows = [row for row, exits in zip(rows, gone, strict=True) if not exits]
             if not rows:
                 break

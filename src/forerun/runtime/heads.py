@@ -134,14 +134,10 @@ class MedusaHeads:
 
     Head `k`, counted from 0, says the token `k + 2` places behind the one that `h` is the state of;
     the model's own head says the one between.
-
-    Args:
-        weights: `"k.i.weight"` `(H, H)` of block i of head k, `"k.unembedding"` `(n, H)`.
-        tokens: `(n,)` ids that the heads can say; None: the whole vocabulary.
     """
 
-    weights: Tensors
-    tokens: torch.Tensor | None = None
+    weights: Tensors  # "k.i.weight" `(H, H)` of block i of head k, "k.unembedding" `(n, H)`
+    tokens: torch.Tensor | None = None  # `(n,)` ids that the heads can say; None: all
 
     @property
     def count(self) -> int:

@@ -95,13 +95,12 @@ class LayerAccess:
         positions: torch.Tensor,
         cache: Any = None,
     ) -> torch.Tensor:
-        """Take hidden states `(n, width, H)` from depth `first` to depth `last`, which are
-        returned.
+        """Take hidden states `(n, width, H)` from depth `first` to depth `last`, 0 ≤ first ≤ last ≤
+        `layers`; returns those.
 
         Args:
             hidden: at depth `first`.
-            first: 0 ≤ first ≤ last.
-            last: ≤ `layers`.
+            first, last: depths.
             mask: additive `(n, 1, width, columns)` over the columns the cache returns; None hides
                 none of them.
             positions: `(n, width)`; as long as the same tensor is given, rotary embeddings are

@@ -92,8 +92,7 @@ def load_model(
     """
     from safetensors import SafetensorError
 
-    where, path = resolve_device(device), gguf.locate(name)
-    wanted = resolve_dtype(dtype)
+    where, path, wanted = resolve_device(device), gguf.locate(name), resolve_dtype(dtype)
     options: dict[str, Any] = {"dtype": wanted or "auto", "use_safetensors": True}
     if exported(name):
         raise UnsupportedModelError(
@@ -310,11 +309,10 @@ def _is_plain_llama(name: str | Path) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a file; empty if there is none."""
-    try:
+    with suppress(OSError, ValueError):
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def counted(paths: Sequence[Path]) -> dict[str, int]:

@@ -87,10 +87,8 @@ def context_limit(config: Any) -> int:
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else ""
     if kind in ("dynamic", "longrope"):
         # These change every row's rotations once any row passes the original length.
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        limit = min(limit, original or limit)
+        name = "original_max_position_embeddings"
+        limit = min(limit, rope.get(name) or getattr(config, name, None) or limit)
     return int(limit)
 
 

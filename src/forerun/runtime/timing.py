@@ -113,12 +113,8 @@ class PassTimer:
     """Times passes as rounds take them: steps of the draft, then a pass of the target.
 
     What it learns is kept by models, machine, threads and versions, and counts at the next start if
-    a plain pass takes as long as it says.
-
-    Args:
-        target: without rows, whenever passes are timed.
-        draft: likewise; None where a step of the draft is no pass over tokens alone.
-        clock: seconds.
+    a plain pass takes as long as it says. Target and draft have no rows whenever passes are timed;
+    there is no draft where a step of it is no pass over tokens alone.
     """
 
     def __init__(

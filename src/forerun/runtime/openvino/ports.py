@@ -43,12 +43,11 @@ def adopt(
     stand for; `UnsupportedModelError` if its attention is of another kind.
 
     Args:
-        graph: of so many layers that have attention.
+        graph: of so many `layers` that have attention.
         ports: that ids and positions come from, as `shape`, with −1 for tokens.
-        shape: see `ports`.
+        shape, layers: see there.
         mark: puts a placeholder where a node of attention to a cache is, and notes the call.
         logits: of all tokens; from now on of wanted ones.
-        layers: see `graph`.
         called: its name in errors.
     """
     calls: list[Attention] = []

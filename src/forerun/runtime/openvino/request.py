@@ -44,7 +44,14 @@ class InferRequest:
 
     def input(self, name: str, size: int) -> memoryview:
         """The buffer of an input for `size` numbers, bound; of int64 for tokens, else of int32."""
-        held = self._buffers.get((name, size)) or self._make(name, size)
+        if (held := self._buffers.get((name, size))) is None:
+            array = np.zeros(size, np.int64 if name in _WIDE else np.int32)
+            shape = (-1, 1) if name in ("input_ids", "position_ids") else (-1,)
+            shaped = array.reshape(() if name.endswith("max_context_len") else shape)
+            view = array.data.cast("B").cast("q" if name in _WIDE else "i")
+            held = view, ov.Tensor(shaped, shared_memory=True)
+            if size <= LARGEST_BUFFER:
+                self._buffers[name, size] = held
         if self._bound.get(name) is not held:
             self._request.set_input_tensor(self._index[name], held[1])
             self._bound[name] = held
@@ -84,13 +91,3 @@ class InferRequest:
         """`(tokens, width)` of the output that `nodes.tap` added; the next pass overwrites it."""
         data = self._request.get_output_tensor(1).data
         return data.reshape(len(data), -1)
-
-    def _make(self, name: str, size: int) -> tuple[memoryview, ov.Tensor]:
-        array = np.zeros(size, np.int64 if name in _WIDE else np.int32)
-        shape = (-1, 1) if name in ("input_ids", "position_ids") else (-1,)
-        shaped = array.reshape(() if name.endswith("max_context_len") else shape)
-        view = array.data.cast("B").cast("q" if name in _WIDE else "i")
-        held = view, ov.Tensor(shaped, shared_memory=True)
-        if size <= LARGEST_BUFFER:
-            self._buffers[name, size] = held
-        return held
