@@ -24,8 +24,8 @@ from forerun.runtime import load_model, load_tokenizer
 from forerun.runtime.gguf import Tensor, locate, read
 from forerun.runtime.gguf_tokenizer import tokenizer_of
 from forerun.runtime.load import sampling_settings, saved_generation_config
+from forerun.runtime.padded import facts_of
 from forerun.runtime.preview import _gguf, preview
-from forerun.runtime.torch_executor import facts_of
 
 pytest.importorskip("gguf", reason="needs the package gguf: pip install 'forerun[gguf]'")
 pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")

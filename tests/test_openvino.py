@@ -17,7 +17,7 @@ import transformers as hf
 from forerun.errors import MissingExtraError, ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import Rows
 from forerun.runtime.base import LOGITS, Facts, best_of, logits_of
-from forerun.runtime.torch_executor import facts_of
+from forerun.runtime.padded import facts_of
 from marks import slow_but
 from sourced import alone as alone_with
 from sourced import build as build_encoder_decoder

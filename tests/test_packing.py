@@ -16,7 +16,7 @@ from forerun.runtime import load_model, packing
 from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import PackedLinear, dense, pack, unpacked
-from forerun.runtime.torch_executor import facts_of
+from forerun.runtime.padded import facts_of
 from marks import slow_but
 from sourced import build as build_encoder_decoder
 from tiny import CONFIGS, build, texts

@@ -19,8 +19,8 @@ from forerun.runtime.base import Facts, Pieces, Rows
 from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, shapes_of
 from forerun.runtime.packing import dense
+from forerun.runtime.padded import PaddedExecutor, PaddedPass
 from forerun.runtime.states import States
-from forerun.runtime.torch_executor import PaddedExecutor, PaddedPass
 from forerun.runtime.trees import Parents
 
 KIND = "eagle"

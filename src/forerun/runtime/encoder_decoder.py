@@ -17,10 +17,10 @@ from forerun.errors import ForerunWarning, UnsupportedModelError
 from forerun.runtime.attention import additive, hidden_columns, positions_of_columns
 from forerun.runtime.base import Executor, Facts
 from forerun.runtime.cache import RowCache, Store, cache_argument
+from forerun.runtime.padded import PaddedExecutor, PaddedPass, seeing
+from forerun.runtime.padded import facts_of as torch_facts
 from forerun.runtime.probe import prove
 from forerun.runtime.support import check_supported, decoder_limit
-from forerun.runtime.torch_executor import PaddedExecutor, PaddedPass, seeing
-from forerun.runtime.torch_executor import facts_of as torch_facts
 
 SIDE_BY_SIDE = 32  # padded tokens per source that a pass of the encoder may waste
 ENCODED = 1 << 14  # most padded tokens of one pass of the encoder

@@ -18,7 +18,8 @@ from forerun.runtime.base import Pieces, Rows
 from forerun.runtime.drafts import fill, read_about
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import pack
-from forerun.runtime.torch_executor import TorchExecutor, picker
+from forerun.runtime.padded import picker
+from forerun.runtime.torch_executor import TorchExecutor
 from forerun.runtime.trees import Parents
 
 KANGAROO = "kangaroo"

@@ -26,11 +26,11 @@ from forerun.runtime.openvino.export import HALF, Widened, export, halved, in_fp
 from forerun.runtime.openvino.nodes import attach, tap
 from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
 from forerun.runtime.openvino.weights import hold
+from forerun.runtime.padded import facts_of
 from forerun.runtime.probe import fewest_tokens, probe, reference, reference_of
 from forerun.runtime.states import States
 from forerun.runtime.support import refusal
 from forerun.runtime.timing import machine
-from forerun.runtime.torch_executor import facts_of
 
 CPU = torch.device("cpu")
 
