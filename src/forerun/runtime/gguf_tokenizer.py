@@ -53,10 +53,16 @@ def tokenizer_of(file: GGUF) -> Any:
             f"{', '.join(makers)}); use the model's safetensors"
         )
     tokenizer = makers[kind](metadata, file.path.name)
-    for token, what in zip(tokens, metadata.get("token_type", ()), strict=False):
-        if what in (_CONTROL, _USER):
-            added = AddedToken(token, special=what == _CONTROL, normalized=False)
-            (tokenizer.add_special_tokens if what == _CONTROL else tokenizer.add_tokens)([added])
+    types = list(zip(tokens, metadata.get("token_type", ()), strict=False))
+    for sort, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER, tokenizer.add_tokens)):
+        # At once: each call prepares all there are, 8 s for Gemma 3's 6,400.
+        add(
+            [
+                AddedToken(x, special=sort == _CONTROL, normalized=False)
+                for x, y in types
+                if y == sort
+            ]
+        )
     named: dict[str, str] = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         place = metadata.get(f"{key}_token_id")

@@ -172,10 +172,10 @@ def _warn_of_widening(path: Path, dtype: torch.dtype) -> None:
         raise MissingExtraError.of("gguf", "gguf")
     file, kind = gguf.read(path), str(dtype).removeprefix("torch.")
     scaled = file.get("rope.scaling.type", "none") != "none"
-    if scaled or file.floats(gguf.ROTATIONS) is not None:
+    if scaled or file.scale or file.rotations is not None:
         raise UnsupportedModelError(
-            f"{path.name}: its rotations are stretched, which PyTorch is not told of; use the "
-            "runtime openvino, or the model's safetensors"
+            f"{path.name}: its rotations are stretched, or its attention scaled, which PyTorch is "
+            "not told of; use the runtime openvino, or the model's safetensors"
         )
     if {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(file.kind) != kind:
         warnings.warn(

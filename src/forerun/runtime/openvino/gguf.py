@@ -18,13 +18,16 @@ from numpy.typing import NDArray
 from openvino.frontend import FrontEndManager
 
 from forerun.errors import MissingExtraError, UnsupportedModelError
-from forerun.runtime.gguf import GGUF, ROTATIONS
+from forerun.runtime.gguf import GGUF
 from forerun.runtime.openvino.export import Attention, integers, placeholder, reason
 from forerun.runtime.openvino.ports import adopt, before, last_two, replace
 
 EXACT = "OV_GGUF_Q4_K_ZP_F16"
 """Tells the reader to keep the minimum of a block of Q4_K; it rounds it to whole steps otherwise,
 an error as large as that of the four bits."""
+
+LOCAL_BASE = 10_000.0
+"""Of Gemma 3's rotations in layers with a window, where a file names none."""
 
 
 def graph_of(file: GGUF) -> ov.Model:
@@ -42,8 +45,7 @@ def graph_of(file: GGUF) -> ov.Model:
     for node in graph.get_ordered_ops():  # of the last layer, which is over all tokens here
         if node.get_type_name() == "Gather" and _names(node.input_value(1), "inp_out_ids"):
             replace(node.output(0), node.input_value(0).get_node())
-    if (factors := file.floats(ROTATIONS)) is not None:  # the reader passes over them
-        _stretch(graph, factors, file)
+    _mend_rotations(graph, file)
     ports = {name: port for port in graph.inputs for name in port.get_names()}
     result = next(x for x in graph.get_results() if x.get_friendly_name() == "result_output")
     made, _ = adopt(
@@ -88,11 +90,38 @@ def _exact() -> Iterator[None]:
             os.environ[EXACT] = before
 
 
-def _stretch(graph: ov.Model, factors: NDArray[np.float32], file: GGUF) -> None:
-    """Divide the frequencies by which places become angles."""
-    angles = [node for node in graph.get_ops() if node.get_type_name() in ("Cos", "Sin")]
-    constants = (c for node in angles for c in _factors(node))
-    named = {c.get_name(): c for c in constants if c.data.size == len(factors)}
+def _mend_rotations(graph: ov.Model, file: GGUF) -> None:
+    """What the reader passes over."""
+    if (factors := file.rotations) is not None:
+        _stretch(graph, factors, file)
+    if (scale := file.get("rope.scaling.attn_factor", 1.0)) != 1.0:
+        for node in _angles(graph):
+            again = (op.cos if node.get_type_name() == "Cos" else op.sin)(node.input_value(0))
+            replace(node.output(0), op.multiply(again, np.float32(scale)))
+    stretched = file.get("rope.scaling.factor", 1.0)
+    if file.architecture == "gemma3" and stretched != 1.0:  # but those of layers with a window
+        size = int(file.get("attention.key_length")) // 2
+        own = file.get("rope.freq_base_swa", LOCAL_BASE) ** -(np.arange(size) / size)
+        _stretch(graph, np.full(size, 1 / stretched, np.float32), file, own)
+
+
+def _angles(graph: ov.Model) -> list[ov.Node]:
+    return [node for node in graph.get_ordered_ops() if node.get_type_name() in ("Cos", "Sin")]
+
+
+def _stretch(
+    graph: ov.Model,
+    factors: NDArray[np.float32],
+    file: GGUF,
+    only: NDArray[np.float64] | None = None,
+) -> None:
+    """Divide the frequencies by which places become angles; only those that are these, if any."""
+    constants = (c for node in _angles(graph) for c in _factors(node))
+    named = {
+        c.get_name(): c
+        for c in constants
+        if c.data.size == len(factors) and (only is None or np.allclose(c.data.ravel(), only))
+    }
     if not named:
         raise UnsupportedModelError(
             f"{file.path.name}: its rotations are of a kind that is not served; use its safetensors"
@@ -119,10 +148,10 @@ def _mark(node: ov.Node, calls: list[Attention], file: GGUF) -> None:
     key, value = (_written(node.input_value(i), file) for i in (1, 2))
     heads, _ = last_two(query)
     key_heads, key_width = last_two(key)
-    window = 0
-    if _names(node.input_value(3), "self_kq_mask_swa"):
-        window = int(file.get("attention.sliding_window"))
-    scale = float(node.input_value(4).get_node().data)
+    every = file.architecture == "phi3"  # the reader has a window in every second layer of it
+    windowed = every or _names(node.input_value(3), "self_kq_mask_swa")
+    scale = file.scale or float(node.input_value(4).get_node().data)
+    window = file.window if windowed else 0
     call = Attention(heads, key_heads, key_width, last_two(value)[1], scale, window)
     out = placeholder(call, len(calls), [query, key, value])
     calls.append(call)
