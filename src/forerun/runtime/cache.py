@@ -99,14 +99,14 @@ class RowCache(Store):
         super().__init__()
         self._span = slice(0, 0)
         self._pick: list[int] | None = None
-        self._start = self._end = 0
+        self.start = self._end = 0
         self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def open(self, rows: list[int], starts: Sequence[int], width: int, device: torch.device) -> int:
         """Announce a pass of `width` columns from `starts[i]` on in row `rows[i]`, rows rising; how
         many columns the attention will see."""
-        self._start = max(starts)
-        end = self._start + width
+        self.start = max(starts)
+        end = self.start + width
         low, high = rows[0], rows[-1]
         if end > self.columns or high >= self.rows:
             self.reserve(high + 1, max(end, min(2 * self.columns, end + 4096)))
@@ -123,7 +123,7 @@ class RowCache(Store):
     def place(self, places: torch.Tensor, columns: int) -> None:
         """Announce a pass that writes the first rows at places `(n, width)` and sees the first
         `columns`: the same kernels at the same addresses, while nothing is reserved."""
-        self._span, self._pick, self._start, self._end = slice(0, len(places)), None, 0, columns
+        self._span, self._pick, self.start, self._end = slice(0, len(places)), None, 0, columns
         self._slots = torch.arange(len(places), device=places.device).unsqueeze(1), places
 
     def update(
@@ -150,7 +150,7 @@ class RowCache(Store):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before this pass in its longest row."""
-        return self._start
+        return self.start
 
 
 class CachedExecutor(Executor):

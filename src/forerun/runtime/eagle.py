@@ -310,7 +310,7 @@ class HeadExecutor(PaddedExecutor):
     """Runs a head by PyTorch; what it reads beside tokens is put into `given` before a pass."""
 
     trees = False
-    dtype = torch.float32
+    model, dtype = None, torch.float32
 
     def __init__(self, head: StateReader, facts: Facts, device: torch.device) -> None:
         self.cache = RowCache()
@@ -318,9 +318,6 @@ class HeadExecutor(PaddedExecutor):
         self.given: torch.Tensor | None = None
         """`(tokens, D)` states of all tokens of the next pass, a row's after another's."""
         self.states = States((1,), head.width)
-
-    def module(self) -> None:
-        return None
 
     def run(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()

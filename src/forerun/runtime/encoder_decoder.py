@@ -261,15 +261,6 @@ def placement_of(decoder: Any, limit: int) -> Table | RelativeBias:
     )
 
 
-class OwnCache(RowCache):
-    """A row cache that says no token precedes: hooks place the tokens instead. The module of
-    positions still looks up places from 0 on before its hook replaces them; from the true length
-    on, padding could point past the end of a learned table."""
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-
 class EncoderDecoderExecutor(PaddedExecutor):
     """Runs the decoder of an encoder-decoder model over rows that each have a source.
 
@@ -296,7 +287,7 @@ class EncoderDecoderExecutor(PaddedExecutor):
         decoder = model.get_decoder()
         self.placement = placement_of(decoder, decoder_limit(model.config))
         self.facts = facts_of(model)
-        self.cache, self.sources = OwnCache(), SourceCache(len(self.cross.layers))
+        self.cache, self.sources = RowCache(), SourceCache(len(self.cross.layers))
         both = EncoderDecoderCache(self.cache, self.sources)
         both.is_updated = dict.fromkeys(range(len(self.cross.layers)), True)
         self._cached = {cache_argument(model): both, "use_cache": True}
@@ -338,6 +329,9 @@ class EncoderDecoderExecutor(PaddedExecutor):
         keys = positions_of_columns(places, now.columns, now.tree)
         hidden = hidden_columns(places, now.columns, None, now.tree)
         across = self._open_sources(now.rows)
+        # No token precedes, by what the cache says: hooks place the tokens. What looks up places
+        # before its hook replaces them could look past the end of a learned table.
+        self.cache.start = 0
         with (
             self.placement.placed(queries, keys, hidden) as mask,
             seeing(self.model.get_output_embeddings(), now.pick),
