@@ -146,6 +146,20 @@ def test_noise_of_the_clock_is_no_loss_of_drafts():
         assert meter.booked(drafted)[0] == pytest.approx(drafted.seconds / noise)
 
 
+def test_of_a_batch_one_round_that_the_machine_held_up_is_booked_as_others_are():
+    meter = fed(Meter(3.0, times((1, 0.1)), LEVELS), lap(rows=4), lap(2, rows=4))
+    usual, slow = lap(2, rows=4), lap(2, rows=4, wide=1000.0)
+    fed(meter, *[lap(rows=4)] * 3)
+    assert meter.booked(slow)[0] == pytest.approx(slow.seconds), "at first passes are cold"
+    fed(meter, *[lap(rows=4)] * STALE)
+    for _ in range(7):
+        booked = meter.booked(usual)[0]
+    assert booked == meter.booked(slow)[0] == pytest.approx(usual.seconds)
+    for _ in range(7):
+        booked = meter.booked(slow)[0]
+    assert booked == pytest.approx(slow.seconds), "the drafts themselves are slow"
+
+
 def test_what_a_graph_takes_to_be_made_is_neither_a_sample_nor_booked():
     """A text that outgrows its columns, or a cache that grew: the shape has run before."""
     meter = fed(Meter(3.0, times((1, 0.1)), LEVELS), *[lap()] * 2, lap(2))

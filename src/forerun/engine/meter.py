@@ -105,6 +105,8 @@ class Meter:
         """Seconds; a made-up clock in the lab."""
         self._reading: deque[float] | None = None
         self._prefill: deque[float] = deque(maxlen=SAMPLES)
+        self._rounds, self._off = 0, (deque[float](maxlen=SAMPLES), deque[float](maxlen=SAMPLES))
+        """Seconds of rounds over what costs say, of plain ones and of those with a draft."""
 
     @classmethod
     def of(cls, target: Rows, drafter: Drafter) -> Meter:
@@ -151,7 +153,7 @@ class Meter:
             return self._given(rows)
         samples = self._samples(rows)
         if samples.costs is None:
-            samples.costs, samples.noise = self._summed(samples), samples.spread()
+            samples.costs = self._summed(samples)
         return samples.costs
 
     def timed(self, rows: int) -> bool:
@@ -160,20 +162,37 @@ class Meter:
 
     def booked(self, lap: Lap) -> tuple[float | None, float]:
         """Seconds of a round to compare with the costs, without what it takes the target to read
-        prompts, and of the drafter's reading, both less the noise of the clock. None before a plain
-        pass was timed, or where this one reads another that did, and of the first round of a shape,
-        which takes what no other does again; 0 of the first reading. None, too, of rounds without a
-        draft, which nobody books."""
+        prompts, and of the drafter's reading. None before a plain pass was timed, or where this one
+        reads another that did, and of the first round of a shape, which takes what no other does
+        again; 0 of the first reading. None, too, of rounds without a draft, which nobody books.
+
+        Costs are what passes take undisturbed, and the clock's noise is no loss of drafts: the
+        seconds are divided by how far off costs plain rounds are in the middle; in batches, whose
+        rounds are few and long, they are how far off rounds with a draft are in the middle. Not at
+        first, where passes get faster.
+        """
         if not lap.steps and lap.width == 1 and not lap.reading_tokens:
             return None, 0.0
-        samples, timed = self._samples(lap.rows), self._reading is not None and not lap.compiled
-        reading = lap.reading_seconds if timed else 0.0
+        noise = median(self._off[0]) if self._off[0] and self._rounds > STALE else 1.0
+        timed = self._reading is not None and not lap.compiled
+        reading = lap.reading_seconds / noise if timed else 0.0
         if self._reading:
-            reading = min(reading, HELD_UP * (_low(self._reading) or 0.0) * lap.reading_tokens)
+            most = HELD_UP * (_low(self._reading) or 0.0) * lap.reading_tokens
+            reading = min(reading, most / noise)
         prefill = _low(self._prefill) if lap.read_tokens else 0.0
-        if prefill is None or not self.timed(lap.rows) or samples.new(lap):
-            return None, reading / samples.noise
-        return (lap.seconds - lap.read_tokens * prefill) / samples.noise, reading / samples.noise
+        if prefill is None or not self.timed(lap.rows) or self._samples(lap.rows).new(lap):
+            return None, reading
+        expected, seconds = self._expected(lap), lap.seconds - lap.read_tokens * prefill
+        self._off[1].append(seconds / expected)
+        if self._rounds > STALE and lap.rows > 1:  # alone, slow rounds are few and paid in full
+            seconds = expected * median(self._off[1])
+        return seconds / noise, reading
+
+    def _expected(self, lap: Lap) -> float:
+        """Seconds of a round by what costs say, but for reading."""
+        costs = self.costs(lap.rows)
+        seconds = costs.round_seconds(lap.steps, lap.width, lap.tree)
+        return seconds + lap.free_steps * costs.free
 
     def add(self, lap: Lap) -> None:
         if self._given is not None or lap.verify_seconds <= 0:
@@ -183,6 +202,10 @@ class Meter:
                 self._reading = deque(maxlen=SAMPLES)  # the first is no sample, either
             else:
                 self._reading.append(lap.reading_seconds / lap.reading_tokens)
+        plain = not lap.steps and lap.width == 1 and not lap.read_tokens + lap.reading_tokens
+        if plain and self.timed(lap.rows) and not self._samples(lap.rows).new(lap):
+            self._off[0].append(lap.seconds / self._expected(lap))
+        self._rounds += 1
         more = lap.verify_seconds - self.costs(lap.rows).verify_seconds(lap.width)
         if not lap.read_tokens:
             self._samples(lap.rows).add(lap, more)
@@ -278,8 +301,6 @@ class _Samples:
         """Rounds, and the newest with a plain pass, and with one that judged: a table of another
         start is tried soon."""
         self.costs: Costs | None = None
-        self.noise = 1.0
-        """See `spread`; found with the costs."""
 
     @property
     def levels(self) -> list[int]:
@@ -291,14 +312,6 @@ class _Samples:
         live = self._of.get(kind, ())
         prior = [] if loaded is None else [loaded] * min(self._weight, SAMPLES - len(live))
         return _low([*prior, *live])
-
-    def spread(self) -> float:
-        """Times what they are taken for that plain passes take in the middle: what the clock says
-        of drafts is divided by it, or its noise would be booked as a loss of theirs. At first,
-        where passes get faster, what falls is no noise; rows that share a pass are 5 % slower by
-        it."""
-        live = self._of.get("plain") if self.rows == 1 and self.rounds > STALE else None
-        return median(live) / low(live) if live else 1.0
 
     @property
     def stale(self) -> str:

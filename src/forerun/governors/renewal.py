@@ -19,12 +19,12 @@ SECOND = 0.4
 in the shipped pair. Between 0.3 and 0.5 it moves the time by less than 0.2 %."""
 FORESEEN = 8
 """Tokens of a model's draft that are weighed against a free one."""
-HICCUP = 4.0
-"""Plain rounds that a round with a draft takes from the reserve at most, unless the one before it
-lost as much: else one that the machine held up for 16 of them would rest thousands of tokens."""
 SHARED = 0.8
 """Power of the rows for which a batch's rounds count if the reserve is `Seat.by_row`: by 1 good
 streams of 16 rows lose 2 % to it, by 0 poor ones do."""
+HELD_UP = 4.0
+"""Times what costs say that a round with a draft is booked at most: else one that the machine held
+up would rest thousands of tokens."""
 
 
 class Pace(NamedTuple):
@@ -38,8 +38,6 @@ class Pace(NamedTuple):
     """Tokens committed in the requests that run, less what came before, and"""
     time: float = 0.0
     """the time that takes by the costs."""
-    lost: float = 0.0
-    """What the newest round with a draft lost."""
 
 
 @dataclass(frozen=True)
@@ -124,22 +122,18 @@ class Renewal(Governor):
         tokens, plain = sum(outcome.committed.values()) / rows, costs.plain
         time = took = 1.0
         judged = [n + outcome.leaves.get(i, 0) for i, n in outcome.judged.items()]
-        drafted = outcome.steps or any(judged)
-        if drafted:
+        if outcome.steps or any(judged):
             width, tree = costs.width(judged, rows), bool(outcome.leaves)
             time = took = costs.round_seconds(outcome.steps, width, tree) / plain
             if outcome.seconds is not None:
-                took = outcome.seconds / plain
+                took = min(outcome.seconds / plain, HELD_UP * time)
         gain = (1 + self.interest) * tokens - took
-        booked = max(gain, -max(HICCUP, pace.lost))
-        if isinstance(plan, _Weighed):
-            booked *= plan.shares
+        booked = gain * plan.shares if isinstance(plan, _Weighed) else gain
         return Pace(
             min(pace.reserve + booked - outcome.reading / plain, self.reserve),
             max(pace.budget + max(gain, -self.most), 0.0),
             pace.tokens + tokens,
             pace.time + time,
-            -gain if drafted else pace.lost,
         )
 
     def rate(self, pace: Pace) -> float:

@@ -104,6 +104,9 @@ class _Drafter(Recorded):
         super().keep(rows)
         self._rows.keep(rows)
 
+    def rollback(self, row: int, length: int) -> None:
+        self._rows.lengths[row] = min(self._rows.lengths[row], length)
+
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """The recorded run, behind what must be read."""
         costs, clock = self._clock.costs, self._clock
@@ -123,6 +126,8 @@ class _Drafter(Recorded):
         self.begin(texts)
         depth = self.trace.depth
         out = step_by_step(self, texts, [min(n, depth) for n in most], guide, bool(unread))
+        for row, shown in enumerate(out.shown):
+            lengths[row] += max(len(shown) - 1, 0)
         if unread:
             out.catch_up_seconds += reading
             out.catch_up_tokens = unread
