@@ -119,6 +119,7 @@ class Lengths:
         )
         """Everything that any row's policy is shown, or its governor wants."""
         self._hidden = [dict.fromkeys(self.signals - row.signals) for row in self._rows]
+        self._alone = [i for i, row in enumerate(self._rows) if row.group is None]
         self.stops_early = any(row.policy.stops_early for row in self._rows)
         """Whether any may end a draft early."""
 
@@ -128,7 +129,7 @@ class Lengths:
             if not group.governor.rests(group.pace, group.given or costs):
                 return False
             group.plan = None
-        return bool(self._groups) and all(row.group is not None for row in self._rows)
+        return bool(self._groups) and not self._alone
 
     def limits(self, costs: Costs, able: Sequence[Seat | None]) -> list[int]:
         """Most tokens to draft per row; begins a round.
@@ -139,10 +140,10 @@ class Lengths:
                 cannot draft. A policy without a governor says its limit in any case.
         """
         limits = [0] * len(self._rows)
-        for i, row in enumerate(self._rows):
+        for row in self._rows:
             row.memo = None
-            if row.group is None:
-                limits[i] = self._asked(i, row.policy.limit, row.state) or 0
+        for i in self._alone:
+            limits[i] = self._asked(i, self._rows[i].policy.limit, self._rows[i].state) or 0
         paid = max(
             (most for most, seat in zip(limits, able, strict=True) if seat is not None), default=0
         )
@@ -173,10 +174,10 @@ class Lengths:
             free: whether these cost no step of a model: then governors have decided before.
         """
         out = [False] * len(tokens)
-        for i, row in enumerate(self._rows):
-            if tokens[i] is not None and row.group is None:
-                asks = row.policy.stops_early
-                out[i] = not asks or bool(self._behind(i, row.policy.step, tokens[i]))
+        for i in self._alone:
+            if tokens[i] is not None:
+                policy = self._rows[i].policy
+                out[i] = not policy.stops_early or bool(self._behind(i, policy.step, tokens[i]))
         for group in self._groups:
             if group.plan is None:
                 continue
@@ -184,10 +185,9 @@ class Lengths:
                 for i in group.seats:
                     out[i] = True
                 continue
-            chances = [
-                self._behind(i, self._rows[i].policy.forecast, tokens[i]) for i in group.seats
-            ]
-            for i, goes in zip(group.seats, group.plan.go(chances), strict=True):
+            rows, seats = self._rows, group.seats
+            chances = [self._behind(i, rows[i].policy.forecast, tokens[i]) for i in seats]
+            for i, goes in zip(seats, group.plan.go(chances), strict=True):
                 out[i] = goes
         return out
 
@@ -200,9 +200,9 @@ class Lengths:
 
     def _behind(self, i: int, question: Callable[..., Any], token: Token | None) -> Any:
         """A policy's answer about what follows a token, whose memo is kept; None if it fails."""
-        row = self._rows[i]
         if token is None:
             return None
+        row = self._rows[i]
         answer = self._asked(i, question, row.state, row.memo, self._shown(i, token))
         answer, row.memo = answer or (None, None)
         return answer
@@ -259,10 +259,13 @@ class Lengths:
             if row.group is not None and (i in free or not seen.drafted):
                 continue  # it teaches no forecaster anything
             if seen.drafted:
-                by = row.given or costs
-                shown = [self._shown(i, token) for token in seen.tokens[: seen.drafted]]
-                took = by.round_seconds(seen.drafted, seen.drafted + 1) / by.plain
-                seen = seen._replace(tokens=shown, took=took)
+                if self._hidden[i]:
+                    shown = [self._shown(i, token) for token in seen.tokens[: seen.drafted]]
+                    seen = seen._replace(tokens=shown)
+                if row.group is None:  # forecasts know no costs
+                    by = row.given or costs
+                    took = by.round_seconds(seen.drafted, seen.drafted + 1) / by.plain
+                    seen = seen._replace(took=took)
             state = self._asked(i, row.policy.observe, row.state, seen)
             row.state = row.state if state is None else state
         for group in self._groups:
