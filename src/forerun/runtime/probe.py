@@ -19,7 +19,7 @@ should be hidden differ by about 1."""
 ROUNDING = 1e-4
 """Largest relative difference that another order of fp32 sums makes: 3e-6 over SmolLM2's 30 layers.
 Inputs rounded to 8 bits in one kernel and not in another make 2e-2."""
-_WIDTHS = 2, 5, 8
+_WIDTHS = 1, 2, 5, 8
 _LENGTHS = (9, 40, 5)
 """Tokens of the three rows: the second needs two blocks of the cache. A source is as its text."""
 _REJECTED = 2  # tokens fed and rolled back
@@ -56,23 +56,31 @@ def reference_of(executor: Executor) -> Logits:
     return np.stack(logits)
 
 
-def fewest_tokens(executor: Executor) -> int | None:
-    """The width from which on passes compute the same: 1, or 2 where one token takes another
-    kernel than several do, which rounds differently; None where longer passes differ, too."""
+def fewest_tokens(executor: Any, rounds: bool) -> int | None:
+    """The width that rows must be padded to for passes to compute the same, whatever their widths
+    and what is beside them: 1, or 2 where one token takes another kernel than several do; None
+    where no padding helps. The executor is padded so.
+
+    Args:
+        executor: with no rows.
+        rounds: whether inputs of products are rounded. Sums in another order, which differ by 1e-7,
+            may fall to two sides of a step then: passes must be equal to the last bit.
+    """
     text = texts(executor.facts.vocab_size, executor.facts.limit)[1]
     start = max(len(text) - max(_WIDTHS), 1)
-    executor.run([0], [text[:start]], [0])
-
-    def first(width: int) -> NDArray[np.float32]:
-        piece = text[start : start + width]
-        return executor.run([start], [piece], [len(piece)])[0, 0].numpy()
-
-    alone, two, *wider = map(first, (1, *_WIDTHS))
-    executor.keep([], [])
-    most = ROUNDING * float(np.abs(two).max())
-    if any(float(np.abs(two - other).max()) > most for other in wider):
-        return None
-    return 1 if float(np.abs(two - alone).max()) <= most else 2
+    for least in (1, 2):
+        executor.pad(least)
+        executor.run([0, 0], [text[:start], text[:1]], [0, 0])
+        seen = [executor.run([start, 1], [text[start : start + n], []], [n, 0]) for n in _WIDTHS]
+        seen += [
+            executor.run([start, 1], [text[start : start + n], text[1:2]], [n, 0]) for n in _WIDTHS
+        ]
+        executor.keep([], [])
+        first, *others = (logits[0, 0].numpy() for logits in seen)
+        most = 0 if rounds else ROUNDING * float(np.abs(first).max())
+        if all(float(np.abs(first - other).max()) <= most for other in others):
+            return least
+    return None
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from forerun.errors import SettingError
 from forerun.runtime.base import LOGITS, Best, Columns, Executor, Facts, Pieces, logits_of
 from forerun.runtime.best import read
+from forerun.runtime.openvino.blocks import GROUP
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.forms import HALVED, Forms, spans
 from forerun.runtime.openvino.nodes import tap
@@ -30,7 +31,7 @@ LARGEST_LOGITS = 256 << 20
 15 tokens each over a vocabulary of 150,000 would have 614 MB."""
 GROUPS = {"float32": 0, "bfloat16": 0, "int8": 64}
 """Inputs of a product that share a scale when they are rounded to 8 bits, where the CPU multiplies
-8-bit numbers (VNNI, AMX); 0: none are rounded. GGUF has blocks of 32 weights, and so have these."""
+8-bit numbers (VNNI, AMX); 0: none are rounded."""
 PACKED = 2, 16
 """Tokens of passes for which the plug-in packs weights in other forms than for one: few, many."""
 PRECISIONS = {
@@ -56,7 +57,7 @@ class OpenVINOExecutor(Executor):
         threads: of OpenVINO; None: as many as torch has.
         group: of inputs that share a scale; None: that of `GROUPS`.
         again: makes such a graph anew, for `tap`; None: this one is kept.
-        least: tokens that a pass is padded to; see `pad`.
+        least: tokens that a row of a pass is padded to; see `pad`.
 
     Raises:
         SettingError: bf16 with one thread, or on a CPU without instructions for it.
@@ -77,7 +78,7 @@ class OpenVINOExecutor(Executor):
     ) -> None:
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
-        self.group = GROUPS.get(facts.precision, 32) if group is None else group
+        self.group = GROUPS.get(facts.precision, GROUP) if group is None else group
         self._again, self._least = again or graph.clone, least
         self.entry: str | None = None
         """Of the store, whose file the graph's weights are in."""
@@ -120,7 +121,7 @@ class OpenVINOExecutor(Executor):
         return self.pool.nbytes
 
     def pad(self, least: int) -> None:
-        """Feed no pass fewer tokens, and want the logits of no fewer; results stay as they are."""
+        """Feed no row fewer tokens, and want the logits of no fewer; results stay as they are."""
         self._least = least
         self._forms.pad(least)
         self.levels = self._forms.levels
@@ -243,21 +244,24 @@ class OpenVINOExecutor(Executor):
             return np.empty((0, self.facts.vocab_size), np.float32)
         if HALVED < size <= self._forms.most_split:
             return self._in_parts(starts, pieces, wanted)
-        ends = list(map(add, starts, counts))
+        fed = self._forms.fed(counts)
+        size = sum(fed)
+        ends = list(map(add, starts, fed))
         form = self._forms.fitting(size)
         last = max(row for row, count in enumerate(counts) if count)
         if form.tokens and ends[last] + form.tokens - size > self.facts.limit:
             form = self._forms.open
-        ends[last] += max((form.tokens or self._forms.least) - size, 0)
+        ends[last] += max(form.tokens - size, 0)
         self._version += self.pool.cover(ends)
         if self.given is not None:
             form.give(self.given.numpy())
         seen = form.run(starts, pieces, wanted, ends, self.pool.tables, self._version, parents)
         if self.states is not None:
             states = torch.from_numpy(form.request.states())
-            for row, (first, last) in enumerate(spans(counts)):
-                if last > first:
-                    self.states.note(row, starts[row], states[first:last].clone())
+            for row, (first, _) in enumerate(spans(fed)):
+                if counts[row]:
+                    own = states[first : first + counts[row]]
+                    self.states.note(row, starts[row], own.clone())
         return seen
 
     def _in_parts(

@@ -52,7 +52,7 @@ LARGEST_SECOND = 2 << 30
 tokens on matrix units: of 0.5 billion weights one of 5, 8, 16 tokens takes 35, 40, 53 ms, made of
 several 55, 53, 112. A single token would take 32 on them, and takes 23."""
 LARGEST_LEAST = 2
-"""Tokens that any pass may have to be padded to."""
+"""Tokens that rows of passes may have to be padded to."""
 PACKED_SIZES = (1,), ()
 """Those of a model of 4- to 6-bit weights. Drafting makes passes of one token and of several take
 turns, and an open graph prepares all its nodes anew at each change: of SmolLM2 (Q4_1, AVX2) 31 ms
@@ -149,8 +149,13 @@ class Form:
         ] = states
 
     def pad(self, least: int) -> None:
-        """Feed at least so many tokens, and at least so many to the head if any are wanted."""
+        """Feed each row at least so many tokens, and so many to the head if any are wanted."""
         self._least, self._shape = least, ((), ())
+
+    def fed(self, counts: Iterable[int]) -> list[int]:
+        """Tokens of each row with those it is padded with: a row of one token takes another kernel
+        of attention, whatever is beside it."""
+        return [max(count, self._least) if count else 0 for count in counts]
 
     def run(
         self,
@@ -166,8 +171,8 @@ class Form:
 
         Args:
             starts, pieces, wanted, parents: see `Executor.run`.
-            ends: tokens each row holds afterwards. Of the last row that is fed all that the graph
-                takes beyond the pieces: it lies behind them, and what comes next overwrites it.
+            ends: tokens each row holds afterwards, with those it is padded with; of the last row
+                that is fed also all that the graph takes: what comes next overwrites them.
             tables: each row's blocks, enough for that.
             version: another one whenever the tables are others.
 
@@ -219,9 +224,11 @@ class Form:
     def _bind_shape(self, counts: list[int], wanted: list[int]) -> None:
         """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""
         self._shape = counts, wanted
-        fed = [(row, *span) for row, span in enumerate(spans(counts)) if counts[row]]
-        heads = [at for row, _, last in fed for at in range(last - wanted[row], last)]
-        size = self.tokens or max(fed[-1][2], self._least)
+        fed = [(row, *span) for row, span in enumerate(spans(self.fed(counts))) if counts[row]]
+        heads = []
+        for row, first, _ in fed:
+            heads += range(first + counts[row] - wanted[row], first + counts[row])
+        size = self.tokens or fed[-1][2]
         seen = self.tokens or (heads and max(len(heads), self._least)) or 0
         fed[-1] = *fed[-1][:2], size
         if self.tell or [row for row, *_ in fed] != [row for row, *_ in self._fed]:
@@ -316,6 +323,10 @@ class Forms:
             self._exact += new
             self._order()
 
+    def fed(self, counts: Iterable[int]) -> list[int]:
+        """See `Form.fed`."""
+        return self.open.fed(counts)
+
     def bind(self, pools: list[ov.Tensor], prefix: str = "") -> None:
         """Let all read and write these pools; see `Form.bind`."""
         self._pools[prefix] = pools
@@ -323,7 +334,7 @@ class Forms:
             form.bind(pools, prefix)
 
     def pad(self, least: int) -> None:
-        """Feed no form fewer tokens; see `Form.pad`."""
+        """See `Form.pad`."""
         self.least = least
         self._exact = [form for form in self._exact if form.tokens >= least]
         for form in self._all():

@@ -19,8 +19,10 @@ from openvino.frontend import FrontEndManager
 
 from forerun.errors import MissingExtraError, UnsupportedModelError
 from forerun.runtime.gguf import GGUF
+from forerun.runtime.openvino.blocks import rounds_inputs, sign
 from forerun.runtime.openvino.export import Attention, integers, placeholder, reason
 from forerun.runtime.openvino.ports import adopt, before, last_two, replace
+from forerun.runtime.openvino.rotations import halve
 
 EXACT = "OV_GGUF_Q4_K_ZP_F16"
 """Tells the reader to keep the minimum of a block of Q4_K; it rounds it to whole steps otherwise,
@@ -48,6 +50,7 @@ def graph_of(file: GGUF) -> ov.Model:
     _mend_rotations(graph, file)
     ports = {name: port for port in graph.inputs for name in port.get_names()}
     result = next(x for x in graph.get_results() if x.get_friendly_name() == "result_output")
+    halve(graph)
     made, _ = adopt(
         graph,
         [ports["inp_tokens"], ports["inp_pos"]],
@@ -57,6 +60,8 @@ def graph_of(file: GGUF) -> ov.Model:
         file.get("block_count"),
         file.path.name,
     )
+    if rounds_inputs():
+        sign(made)
     return made
 
 

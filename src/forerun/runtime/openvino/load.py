@@ -21,6 +21,7 @@ from forerun.runtime.encoder_decoder import Encoder
 from forerun.runtime.encoder_decoder import facts_of as sourced_facts
 from forerun.runtime.load import EXPORTED, checkpoint_files, counted, exported, load_model
 from forerun.runtime.openvino import store
+from forerun.runtime.openvino.blocks import rounds_inputs
 from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import HALF, Widened, export, halved, in_fp32, reason
 from forerun.runtime.openvino.nodes import attach, tap
@@ -140,7 +141,8 @@ def _as_it_is(path: Path, options: _Options) -> OpenVINOExecutor:
         file = gguf.read(path)
         return store.Stored(graph_of_gguf(file), replace(file.facts(), executor="openvino"), None)
 
-    return _made(store.key(store.of_files(parts), "as it is"), make, str(path), options)
+    form = "signed" if rounds_inputs() else "as it is"
+    return _made(store.key(store.of_files(parts), form), make, str(path), options)
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,8 @@ def _compiled(
             )
         except RuntimeError as error:  # OpenVINO has no other
             raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
-        if fewest := fewest or fewest_tokens(executor):
-            executor.pad(fewest)
+        rounds = executor.group > 0 and rounds_inputs()
+        if fewest := fewest or fewest_tokens(executor, rounds):
             if entry:
                 keep_json("widths", key, [group, fewest])
             break
