@@ -51,7 +51,8 @@ def predicted(model: forerun.Model, prompts: int, tokens: int, long: bool = Fals
     parts = [np.arange(part, len(work), PARTS) for part in range(PARTS)]
     runs, tables = {}, []
     for part in parts:
-        costs = measure(model, [1], [context]).at(1, context)
+        [table] = measure(model, [1], [context])
+        costs = table.at(1, context)
         tables.append(replace(costs, prefill=True))  # live, first passes read prompts
         model.meter = Meter.given(tables[-1].asked)
         model.forget()

@@ -17,7 +17,7 @@ from benchmarks.common import provenance, save, table
 from benchmarks.starting_lengths import chats
 from forerun.lab.exits.exit_costs import ExitCosts
 from forerun.lab.exits.exit_replay import ExitTrace, OwnText, Setting
-from forerun.lab.exits.sweep import Search, candidates, written
+from forerun.lab.exits.sweep import ExitSearch, candidates, written
 from forerun.runtime.drafts import ABOUT
 from forerun.runtime.heads import ExitHeads, load_heads
 from forerun.runtime.layers import LayerAccess, LogitLens
@@ -110,12 +110,12 @@ def _replayed(access: LayerAccess, heads: ExitHeads, texts: list[OwnText]) -> di
     whole = _projection(access, access.unembedding.shape[0])
     asked = whole if heads.tokens is None else _projection(access, len(heads.tokens))
     costs = ExitCosts(1.0, asked, 0.0, whole, access.layers + whole)
-    search = Search(trace, costs)
+    search = ExitSearch(trace, costs)
     depths = layers[1::2]
     used = [(d,) for d in depths] + [tuple(n for n in layers if n <= d) for d in depths]
     for exits, threshold, anneal in product(used, THRESHOLDS, SHOWN):
         search.score(Setting(exits, threshold, anneal, WIDTH))
-    best = search.best()
+    best = search.best
     without = max((s for s in search.scores if s.anneal == 0), key=search.score)
     cases = {"best": best, "best without annealing": without} | {
         f"every exit, τ = {SURE}, a = {a:g}": Setting(layers, SURE, a, WIDTH) for a in SHOWN
@@ -127,7 +127,7 @@ def _replayed(access: LayerAccess, heads: ExitHeads, texts: list[OwnText]) -> di
     }  # fmt: skip
 
 
-def _case(search: Search, setting: Setting) -> dict[str, Any]:
+def _case(search: ExitSearch, setting: Setting) -> dict[str, Any]:
     counts = {name: int(values.sum()) for name, values in search.exits.counts(setting).items()}
     positions = search.exits.positions
     return {

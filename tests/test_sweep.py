@@ -18,7 +18,7 @@ from forerun.errors import SettingError
 from forerun.lab.exits import sweep
 from forerun.lab.exits.exit_costs import ExitCosts, _fit, measure
 from forerun.lab.exits.exit_replay import ANNEALS, ExitTrace, OwnText, Setting
-from forerun.lab.exits.sweep import Search, untuned
+from forerun.lab.exits.sweep import ExitSearch, untuned
 from forerun.model import Model
 from forerun.runtime import torch_rows
 from forerun.runtime.exits import Work, exit_rows, layers_of
@@ -178,26 +178,26 @@ def test_fixed_costs_are_found_in_spite_of_disturbance() -> None:
 
 
 def test_the_search_gives_the_best_of_its_trials(recorded: ExitTrace) -> None:
-    search = Search(recorded, costs(), width=3)
-    best = search.run(25, seed=3)
-    assert search.score(best) == max(search.scores.values()) == search.score(search.best())
+    search = ExitSearch(recorded, costs(), width=3)
+    best = search.sweep(25, seed=3)
+    assert search.score(best) == max(search.scores.values()) == search.score(search.best)
     assert search.top(3)[0] == best
     assert len({(s.layers, s.width) for s in search.top(5)}) == 5
-    again = Search(recorded, costs(), width=3)
-    assert again.run(25, seed=3) == best
+    again = ExitSearch(recorded, costs(), width=3)
+    assert again.sweep(25, seed=3) == best
     assert again.scores == search.scores
 
 
 def test_no_draft_costs_what_plain_decoding_does_and_the_exit_asked(recorded: ExitTrace) -> None:
     never = Setting((2,), 1.01, 0.0, 3)
-    search = Search(recorded, costs(exits=0.0))
+    search = ExitSearch(recorded, costs(exits=0.0))
     assert search.score(never) == pytest.approx(1.0)
-    asked = Search(recorded, costs(exits=1.0))
+    asked = ExitSearch(recorded, costs(exits=1.0))
     assert asked.score(never) < 1.0
 
 
 def test_sensitivity_changes_one_thing(recorded: ExitTrace) -> None:
-    search = Search(recorded, costs(), width=4)
+    search = ExitSearch(recorded, costs(), width=4)
     of = Setting((2, 4), 0.3, 0.5, 2)
     around = search.sensitivity(of)
     assert list(around) == ["threshold", "anneal", "depth", "width", "layers", "bonus"]
@@ -240,7 +240,7 @@ def test_measured_and_confirmed_on_a_tiny_model() -> None:
     assert [t.output for t in made] == [t.output for t in written(short)[:2]]
     measured = measure(model, rows, heads, EXITS, made, 4)
     assert measured.layers + measured.rounds > 0 < measured.plain
-    search = Search(recording(made), measured, 4)
+    search = ExitSearch(recording(made), measured, 4)
     settings = [Setting((1,), 0.2, 0.0, 4), Setting((5,), 0.0, 0.0, 2)]
     live_ = sweep.confirm(model, rows, heads, search, settings)
     assert set(live_) == set(settings)

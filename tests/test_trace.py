@@ -110,9 +110,6 @@ def test_views():
     trace = make()
     assert (trace.prompts, trace.depth) == (3, 4)
     assert trace.valid.sum(1).tolist() == [3, 1, 5]
-    tokens = trace.at(np.array([0, 2]), np.array([1, 4]))
-    np.testing.assert_array_equal(tokens.top1, trace.signals["top1"][[0, 2], [1, 4]])
-    assert tokens.entropy.shape == (2, 4)
 
 
 @pytest.mark.parametrize("index", [[2, 0], np.array([2, 0]), np.array([True, False, True])])

@@ -304,13 +304,13 @@ def test_costs_measured(forerun, pair, tmp_path):
 def test_costs_interrupted(forerun, pair, tmp_path, monkeypatch):
     from forerun.lab.traces import measuring
 
-    real = measuring.cells
+    real = measuring.measure
 
     def one(*argv):
         yield next(real(*argv))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measuring, "cells", one)
+    monkeypatch.setattr(measuring, "measure", one)
     path = tmp_path / "costs.json"
     argv = ("--batch", "1,2", "--context", "8", "--widths", "2", "--repeats", "1", "-o", str(path))
     assert forerun("costs", *pair.options, *argv).code == 130

@@ -72,21 +72,22 @@ def costs(
     models.require_draft_model("measuring costs")
     job = models.load()
 
-    from forerun.lab.traces.measuring import cells, gathered
+    from forerun.lab.traces.measuring import measure
 
-    measured: list[tuple[Cell, Spread]] = []
+    measured: CostTable | None = None
     try:
         with progress("measuring", len(batches) * len(contexts) * turns) as tell:
             advance = partial(tell, "measuring")
-            for timed in cells(job.model, batches, contexts, wide, turns, advance):
-                measured.append(timed)
+            for grown in measure(job.model, batches, contexts, wide, turns, advance):
+                measured = grown
     except KeyboardInterrupt:
-        if not measured:
+        if measured is None:
             remark("interrupted before the first cell was complete; nothing is saved")
         else:
-            _finish(gathered(job.model, measured, turns), output, as_json)
+            _finish(measured, output, as_json)
         raise
-    _finish(gathered(job.model, measured, turns), output, as_json)
+    assert measured is not None, "there is a cell at least"
+    _finish(measured, output, as_json)
 
 
 def _finish(costs: CostTable, output: str | None, as_json: bool) -> None:

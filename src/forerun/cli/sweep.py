@@ -10,7 +10,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import ALONE, Models
 from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, VALIDATION, Fields, flag, option
-from forerun.cli.shared.report import claim, print_json, save_json
+from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, require
 from forerun.registry import parse
 from forerun.requests import Sampling
@@ -82,11 +82,11 @@ def specbound(
     except KeyboardInterrupt:
         if output is not None and sweep.search is not None and sweep.best is not None:
             predicted = {"complete": False, "predicted": sweep.search.score(sweep.best)}
-            save_json(output, sweep.settings(about | predicted))
+            sweep.settings(about | predicted).write(output)
             remark(f"interrupted; the best settings so far are in {output}")
         raise
     if output is not None:
-        save_json(output, sweep.settings(document["about"]))
+        sweep.settings(document["about"]).write(output)
     if keep:
         keep_settings(str(exits), document["about"]["settings"])
     if as_json:

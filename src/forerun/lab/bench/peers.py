@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import queue
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -25,9 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
-from forerun.errors import ForerunError, SettingError, UnknownNameError
+from forerun.errors import ForerunError, SettingError
 from forerun.lab.bench.methods import Kind, Ours, Run
-from forerun.registry import Spec, parse
 
 if TYPE_CHECKING:
     from forerun.model import Model
@@ -92,51 +92,17 @@ class Command:
 
 
 def named(text: str, pythons: Mapping[str, str]) -> list[Command]:
-    """The commands of a peer that the repository has a runner for, like ``vllm-draft(tokens=5)``;
-    without settings it may be measured with several. `pythons` are interpreters by name, with or
-    without ``-draft`` and the like."""
-    runner = _runner()
-    known = json.loads(runner.with_name("names.json").read_text(encoding="utf-8"))
-    spec = parse(text)
-    if spec.name not in known:
-        raise UnknownNameError.among("peer", spec.name, known)
-    for name in pythons:
-        if name not in known:
-            raise UnknownNameError.among("peer", name, known)
-    settings = _settings(spec, known[spec.name]["settings"])
-    python = next(
-        (pythons[n] for n in sorted(pythons, key=len, reverse=True) if spec.name.startswith(n)),
-        sys.executable,
-    )
-    variants = known[spec.name].get("measured", [{}]) if not settings else [settings]
-    return [
-        Command(
-            text,
-            (python, str(runner), spec.name, *(f"{k}={json.dumps(v)}" for k, v in how.items())),
-        )
-        for how in variants
-    ]
-
-
-def _runner() -> Path:
+    """The commands of a peer that the repository has a runner for, like ``vllm-draft(tokens=5)``,
+    as its `benchmarks/peers/names.py` says; `pythons` are interpreters by name."""
     for root in (Path.cwd(), Path(__file__).parents[4]):
-        path = root / "benchmarks" / "peers" / "run.py"
+        path = root / "benchmarks" / "peers" / "names.py"
         if path.is_file():
-            return path
+            every = runpy.run_path(str(path))["commands"](text, pythons)
+            return [Command(text, words) for words in every]
     raise SettingError(
         "peers by name are run by benchmarks/peers of forerun's repository, which is not at hand; "
         "call it from there, or give a command by `peer`"
     )
-
-
-def _settings(spec: Spec, known: Sequence[str]) -> dict[str, Any]:
-    for key in spec.kwargs:
-        if key not in known:
-            raise UnknownNameError.among(f"setting of peer {spec.name!r}", key, known)
-    if len(spec.args) > len(known):
-        raise SettingError(f"{spec.name!r} takes at most {len(known)} settings, got {spec}")
-    settings = dict(zip(known, spec.args, strict=False)) | dict(spec.kwargs)
-    return {k: str(v) if isinstance(v, Spec) else v for k, v in settings.items()}
 
 
 class Peer:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.lab.bounds.bounds import Path, reach
+from forerun.lab.bounds.bounds import Path, reach, walk
 from forerun.lab.traces.trace import Trace
 from forerun.types import BoolArray, FloatArray, IntArray
 
@@ -217,22 +217,18 @@ def _alone(texts: TracePositions, alone: Linear, knots: FloatArray) -> TokenOdds
 
 def run(prepared: TokenOdds, decide: Decide) -> tuple[Path, IntArray, FloatArray]:
     """Serve all texts; `decide(positions, past)` gives the tokens to draft, `(n,)`."""
-    texts, sizes = prepared.texts, prepared.texts.trace.sizes
-    memory, at = Past(len(sizes)), np.zeros(len(sizes), np.int64)
-    drafted, visited, histories = [], [], []
-    while len(rows := np.flatnonzero(at < sizes)):
-        index = texts.first[rows] + at[rows]
-        past = memory.features(rows, at[rows])
+    texts, visited, histories = prepared.texts, [], []
+    memory = Past(texts.trace.prompts)
+
+    def draft(rows: IntArray, at: IntArray) -> IntArray:
+        index, past = texts.first[rows] + at, memory.features(rows, at)
         length = np.minimum(decide(index, past), texts.reach[index])
-        matches = texts.matches[index]
-        memory.note(rows, prepared.chance[index], length, matches)
-        at[rows] += np.minimum(length, matches) + 1
-        drafted.append(np.full(len(sizes), -1))
-        drafted[-1][rows] = length
+        memory.note(rows, prepared.chance[index], length, texts.matches[index])
         visited.append(index)
         histories.append(past)
-    path = np.stack(drafted, 1)
-    return Path(path, np.maximum(path, 0)), np.concatenate(visited), np.concatenate(histories)
+        return length
+
+    return walk(texts.trace, draft), np.concatenate(visited), np.concatenate(histories)
 
 
 def logistic(x: FloatArray, hit: BoolArray, ridge: float = 3.0) -> Linear:

@@ -6,7 +6,7 @@ is in `forerun.lab.bounds.informed`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from forerun.checks import whole
 from forerun.lab.traces.costs import Cell, passes
 from forerun.lab.traces.replay import replay
-from forerun.lab.traces.results import Rounds
+from forerun.lab.traces.results import Rounds, mean_speed
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray, IntArray
 
@@ -57,7 +57,7 @@ class Bound:
     @property
     def mean(self) -> float:
         """Geometric mean of the speed-up."""
-        return float(np.exp(np.log(self.speedup).mean()))
+        return mean_speed(self.speedup)
 
 
 def reach(trace: Trace) -> IntArray:
@@ -107,22 +107,23 @@ def _cheapest(trace: Trace, cell: Cell, leaves: IntArray | None) -> tuple[IntArr
     return best, remaining[:, 0]
 
 
-def follow(trace: Trace, planned: IntArray) -> Path:
-    """The rounds of a policy whose length depends on the position alone.
-
-    Args:
-        trace: the texts.
-        planned: `(prompts, T)` tokens to draft from each position, ≥ 0; cut to `reach`.
-    """
-    drafted, rows = [], np.arange(trace.prompts)
-    lengths, at = np.minimum(planned, reach(trace)), np.zeros(trace.prompts, np.int64)
-    while (alive := at < trace.sizes).any():
-        position = np.where(alive, at, 0)
-        length = lengths[rows, position]
-        drafted.append(np.where(alive, length, -1))
-        at = np.where(alive, at + np.minimum(length, trace.matches[rows, position]) + 1, at)
+def walk(trace: Trace, decide: Callable[[IntArray, IntArray], IntArray]) -> Path:
+    """The rounds of a policy; `decide` tells of prompts `(n,)`, each with so many tokens committed,
+    `(n,)`, how many to draft, ≥ 0; cut to `reach`."""
+    drafted, most, at = [], reach(trace), np.zeros(trace.prompts, np.int64)
+    while len(rows := np.flatnonzero(at < trace.sizes)):
+        here = rows, at[rows]
+        length = np.minimum(decide(*here), most[here])
+        drafted.append(np.full(trace.prompts, -1))
+        drafted[-1][rows] = length
+        at[rows] += np.minimum(length, trace.matches[here]) + 1
     path = np.stack(drafted, 1)
     return Path(path, np.maximum(path, 0))
+
+
+def follow(trace: Trace, planned: IntArray) -> Path:
+    """The rounds of a policy that drafts `planned` `(prompts, T)` tokens from each position."""
+    return walk(trace, lambda *here: planned[here])
 
 
 def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> tuple[Bound, int]:

@@ -15,6 +15,7 @@ from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.engine import Completion, Sampling
 from forerun.errors import PromptError
 from forerun.lab.exits.exit_replay import ANNEALS, COUNTED, OwnText, Setting
+from forerun.lab.traces.costs import least_squares
 from forerun.model import Model
 from forerun.runtime.base import Rows
 from forerun.runtime.exits import Work
@@ -109,19 +110,17 @@ def timed(
 ) -> TimedText:
     """Decode a prompt with a model made by `speculating`, or plainly without a setting."""
     clock, counted = _clock(model.target.device), getattr(model.target.executor, "work", Work())
-    times, wall, work = [clock()], [time.perf_counter()], [Work(counted)]
-    completion = None
+    marks, completion = [(clock(), time.perf_counter(), Work(counted))], None
     for event in model.stream(
         [text.prompt],
         controller="fixed(0)" if setting is None else setting.controller,
         sampling=text.sampling if sampling is None else sampling,
         plain=setting is None,
     ):
-        times.append(clock())
-        wall.append(time.perf_counter())
-        work.append(Work(counted))
+        marks.append((clock(), time.perf_counter(), Work(counted)))
         completion = event.completion
     assert completion is not None
+    times, wall, work = zip(*marks, strict=True)
     rounds = [Work(after - before) for before, after in pairwise(work)]
     return TimedText(completion, np.diff(times).tolist(), np.diff(wall).tolist(), rounds)
 
@@ -151,19 +150,7 @@ def _fit(samples: list[tuple[list[float], float]]) -> list[float]:
     keep = np.ones(len(values), dtype=bool)
     costs = np.zeros(columns.shape[1])
     for _ in range(4):
-        costs = _positive(columns[keep], values[keep])
+        costs = least_squares(columns[keep], values[keep])
         off = np.abs(values - columns @ costs)
         keep = off <= 4 * max(float(np.median(off)), 1e-9)
     return [float(v) for v in costs]
-
-
-def _positive(columns: FloatArray, values: FloatArray) -> FloatArray:
-    """Non-negative least squares: columns that would cost less than nothing are left out."""
-    used, costs = np.ones(columns.shape[1], dtype=bool), np.zeros(columns.shape[1])
-    while used.any():
-        costs[:] = 0
-        costs[used] = np.linalg.lstsq(columns[:, used], values, rcond=None)[0]
-        if (costs >= 0).all():
-            break
-        used &= costs > 0
-    return np.maximum(costs, 0)

@@ -48,10 +48,6 @@ class Setting:
     bonus: bool = True
 
     @property
-    def depth(self) -> int:
-        return self.layers[-1]
-
-    @property
     def controller(self) -> str:
         """One that leaves the length to the drafter's own bound."""
         return f"fixed({self.width + 1})"
@@ -60,7 +56,7 @@ class Setting:
         return {
             "threshold": self.threshold,
             "anneal": self.anneal,
-            "depth": self.depth,
+            "depth": self.layers[-1],
             "width": self.width,
             "layers": ",".join(map(str, self.layers)),
             **({} if self.bonus else {"bonus": False}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from forerun.errors import SettingError, require
 from forerun.lab.exits.exit_costs import ExitCosts, TimedText, measure, speculating, timed
 from forerun.lab.exits.exit_replay import ANNEALS, ExitTrace, OwnText, Setting
 from forerun.lab.provenance import versions
-from forerun.lab.traces.results import geometric
-from forerun.lab.traces.spaces import Integer, OneOf, Real, Space, sampled
+from forerun.lab.traces.results import geometric, mean_speed
+from forerun.lab.traces.spaces import Integer, OneOf, Real, Search, Space, sampled
 from forerun.model import Model
 from forerun.prompts import Prompt
 from forerun.runtime.base import Rows
@@ -26,6 +26,7 @@ from forerun.runtime.drafts import own_draft
 from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.heads import ExitHeads, load_heads
 from forerun.runtime.layers import LogitLens
+from forerun.settings import Settings
 
 SCHEMA = 1
 SHOWN = 8  # settings listed
@@ -35,33 +36,23 @@ UNTUNED = 6  # width of `specbound` without settings, which is scored, too
 GRID = tuple(round(0.05 * step, 2) for step in range(21))  # thresholds shown around the best one
 
 
-@dataclass
-class Search:
-    """Settings tried on recorded texts, each at the cost of counting."""
+class ExitSearch(Search[Setting]):
+    """Settings tried on recorded texts, each at the cost of counting; scored by the predicted
+    speed-up over plain decoding, a geometric mean over the texts."""
 
-    exits: ExitTrace
-    costs: ExitCosts
-    width: int = WIDTH
-    scores: dict[Setting, float] = field(default_factory=dict, init=False)
-    """Predicted speed-up over plain decoding: a geometric mean over the texts."""
+    def __init__(self, exits: ExitTrace, costs: ExitCosts, width: int = WIDTH) -> None:
+        super().__init__(self._speed)
+        self.exits, self.costs, self.width = exits, costs, width
 
-    def score(self, setting: Setting) -> float:
-        """The geometric mean of the texts' speed-ups, once per setting."""
-        if setting not in self.scores:
-            plain = np.array([len(text.output) for text in self.exits.texts]) * self.costs.plain
-            ratios = plain / self.costs.seconds(self.exits.counts(setting))
-            self.scores[setting] = float(np.exp(np.log(ratios).mean()))
-        return self.scores[setting]
+    def _speed(self, setting: Setting) -> float:
+        plain = np.array([len(text.output) for text in self.exits.texts]) * self.costs.plain
+        return mean_speed(plain / self.costs.seconds(self.exits.counts(setting)))
 
     def parts(self, setting: Setting) -> dict[str, float]:
         """Share of the time of each part."""
         parts = self.costs.parts(self.exits.counts(setting))
         total = sum(seconds.sum() for seconds in parts.values())
         return {name: float(seconds.sum() / total) for name, seconds in parts.items()}
-
-    def best(self) -> Setting:
-        """The best so far; the first one of equals."""
-        return max(self.scores, key=self.scores.__getitem__)
 
     def top(self, count: int) -> list[Setting]:
         """The best settings that differ in more than threshold and annealing, best first."""
@@ -70,35 +61,36 @@ class Search:
             settings.setdefault((setting.layers, setting.width), setting)
         return list(settings.values())[:count]
 
-    def run(
+    def sweep(
         self, budget: int, seed: int = 0, tell: Callable[[int, int], None] = lambda *_: None
     ) -> Setting:
         """`budget` trials as in `tune`; the best."""
         require(budget >= 1, "budget", budget, "≥ 1")
         layers, switch = self.exits.layers, OneOf((False, True))
+        toggles = {layer: f"layer {layer}" for layer in layers[:-1]}
         space: Space = {
             "deepest": Integer(0, len(layers) - 1),
             "threshold": Real(0, 1),
             "anneal": OneOf(ANNEALS),
             "width": Integer(1, self.width),
             "bonus": switch,
-            **{f"layer {layer}": switch for layer in layers[:-1]},
+            **dict.fromkeys(toggles.values(), switch),
         }
-        alone: dict[str, Any] = {f"layer {layer}": False for layer in layers[:-1]}
+        alone: dict[str, Any] = dict.fromkeys(toggles.values(), False)
         alone |= {"threshold": 0.5, "anneal": ANNEALS[0], "width": min(4, self.width)}
         # First one exit alone, at each layer in turn from the middle outwards.
         middle_first = sorted(range(len(layers)), key=lambda n: abs(n - len(layers) // 2))
         starts = [{**alone, "deepest": n} for n in middle_first]
-        for number, (values, answer) in enumerate(sampled(space, 0, budget, seed, starts), 1):
-            last = values["deepest"]
-            used = [layer for layer in layers[:last] if values[f"layer {layer}"]]
-            threshold, *rest = (values[n] for n in ("threshold", "anneal", "width", "bonus"))
-            answer(self.score(Setting((*used, layers[last]), round(threshold, 2), *rest)))
-            tell(number, budget)
-        return self.best()
 
-    def changes(self, of: Setting) -> dict[str, list[tuple[float | int | str, Setting]]]:
-        """Values of each parameter with the rest as it is; of `layers`, each left out or added."""
+        def made(values: Mapping[str, Any]) -> Setting:
+            used = [layer for layer in layers[: values["deepest"]] if values[toggles[layer]]]
+            threshold, *rest = (values[n] for n in ("threshold", "anneal", "width", "bonus"))
+            return Setting((*used, layers[values["deepest"]]), round(threshold, 2), *rest)
+
+        self.run(sampled(space, 0, budget, seed, starts), made, lambda done: tell(done, budget))
+        return self.best
+
+    def _changes(self, of: Setting) -> dict[str, list[tuple[float | int | str, Setting]]]:
         every, used = self.exits.layers, of.layers
         up_to = {d: (*(n for n in used[:-1] if n < d), d) for d in every}
         toggled: dict[str, tuple[int, ...]] = {}
@@ -118,11 +110,11 @@ class Search:
         }
 
     def sensitivity(self, of: Setting) -> dict[str, list[tuple[float | int | str, float]]]:
-        """Per parameter its values and the predicted speed-up, the others as they are."""
-        changes = self.changes(of).items()
+        """Per parameter its values and the predicted speed-up, the others as they are; of `layers`,
+        each left out or added."""
         return {
             name: [(value, round(self.score(s), 4)) for value, s in pairs]
-            for name, pairs in changes
+            for name, pairs in self._changes(of).items()
         }
 
 
@@ -130,7 +122,7 @@ def confirm(
     model: Model,
     rows: Rows,
     heads: ExitHeads,
-    search: Search,
+    search: ExitSearch,
     settings: Sequence[Setting],
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[Setting, dict[str, Any]]:
@@ -205,7 +197,7 @@ class Sweep:
         self._fast, self._trained = exit_rows(model.target.executor.module()), bool(trained)
         self._access = layers_of(self._fast).access
         self._heads: Any = load_heads(trained, self._access) if trained else LogitLens(self._access)
-        self.search: Search | None = None  # those scored; there once costs are measured
+        self.search: ExitSearch | None = None  # those scored; there once costs are measured
         self._fastest: Setting | None = None
 
     def run(
@@ -227,16 +219,16 @@ class Sweep:
         widest = max(self._width, UNTUNED)
         costs = measure(model, self._fast, heads, layers, texts, widest, partial(tell, "timing"))
         exits = ExitTrace.record(self._access, heads, layers, texts)
-        self.search = search = Search(exits, costs, self._width)
-        best = search.run(budget, self._seed, partial(tell, "searching"))
+        self.search = search = ExitSearch(exits, costs, self._width)
+        best = search.sweep(budget, self._seed, partial(tell, "searching"))
         chosen, spec = search.top(confirmed), self._spec
         usual = untuned(tuple(heads.layers), self._access.layers, self._trained)
         if usual is not None and set(usual.layers) <= set(layers):
             search.score(usual)
             chosen += [usual] * (usual not in chosen)
         live = confirm(model, self._fast, heads, search, chosen, partial(tell, "confirming"))
-        self._fastest, figures = next(iter(live.items()))
-        fastest = self._fastest
+        fastest, figures = next(iter(live.items()))
+        self._fastest = fastest
         return {
             "schema": SCHEMA,
             "draft": spec(fastest),
@@ -268,14 +260,13 @@ class Sweep:
     def best(self) -> Setting | None:
         """The fastest by the clock, or before that is known the best by prediction so far."""
         scored = self.search is not None and self.search.scores
-        return self._fastest or (max(scored, key=scored.__getitem__) if scored else None)
+        return self._fastest or (self.search.best if self.search and scored else None)
 
-    def settings(self, about: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings file of `best`, for `generate`; exit heads are named by their whole path."""
+    def settings(self, about: Mapping[str, Any]) -> Settings:
+        """Those of `best`; exit heads are named by their whole path."""
         assert self.best is not None, "a setting was scored"
         draft = self.best.spec(self._exits and str(Path(self._exits).resolve()))
-        return {"schema": SCHEMA, "controller": self.best.controller, "rule": None,
-                "draft": draft, "about": about}  # fmt: skip
+        return Settings(controller=self.best.controller, draft=draft, about=about)
 
     def _spec(self, setting: Setting) -> str:
         return setting.spec(self._exits)

@@ -43,9 +43,6 @@ def worth(
     out = {"": {"speedup": float(whole.plain_seconds.sum() / whole.seconds.sum())}}
     for name, less in without(controller).items():
         ratio = rate(whole.seconds, stream(trace, less, costs, order).seconds, seed)
-        out[name] = {
-            "change": ratio["mean"] - 1,
-            "low": ratio["low"] - 1,
-            "high": ratio["high"] - 1,
-        }
+        ends = {"change": "mean", "low": "low", "high": "high"}
+        out[name] = {ours: ratio[theirs] - 1 for ours, theirs in ends.items()}
     return out

@@ -234,7 +234,7 @@ class Replayed(Engine):
         if takes_leaves(controller):
             _check_seconds(trace)
         self._trace, self._controller, self._watch = trace, controller, watch
-        self._rule = rule or AsRecorded(trace)
+        self._rule, self._tossed = rule or AsRecorded(trace), trace.tossed
         target, drafter = models or (NoModel(), Recorded(trace))
         target.trees = bool(trace.about.get("trees", True))
         if rule is not None:
@@ -266,10 +266,7 @@ class Replayed(Engine):
         ends: IntArray = trace.ends[prompt, : int(trace.sizes[prompt])]
         positions = np.flatnonzero(ends <= trace.depth)
         eos = trace.draft_tokens[prompt, positions, ends[positions] - 1]
-        sampling, prob = (
-            Sampling(max_new_tokens=int(trace.budgets[prompt])),
-            trace.accept_prob[prompt],
-        )
+        sampling = Sampling(max_new_tokens=int(trace.budgets[prompt]))
         return _TraceRow(
             id=place,
             request=Request(context, sampling, self._controller, RULES.make("standard")),
@@ -284,7 +281,7 @@ class Replayed(Engine):
             rests_first=False,
             submitted=0.0,
             size=int(trace.sizes[prompt]),
-            sampled=bool(np.any((prob > 0) & (prob < 1))),
+            sampled=bool(self._tossed[prompt]),
         )
 
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:

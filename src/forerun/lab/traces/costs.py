@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from forerun import costs
 from forerun.checks import whole
@@ -28,6 +29,20 @@ Cell = costs.Costs  # one entry of a table: the costs at one batch size and cont
 def passes(cell: Cell, most: int) -> FloatArray:
     """`(most + 1,)` seconds of a round but for its draft steps, by tokens drafted."""
     return np.array([cell.verify_seconds(width) for width in range(1, most + 2)]) + cell.fixed
+
+
+def least_squares(columns: ArrayLike, values: ArrayLike) -> FloatArray:
+    """`(k,)` weights ≥ 0 of `(n, k)` columns that best give `(n,)` values: columns that would cost
+    less than nothing are left out."""
+    every, wanted = np.asarray(columns, dtype=float), np.asarray(values, dtype=float)
+    used, costs = np.ones(every.shape[1], dtype=bool), np.zeros(every.shape[1])
+    while used.any():
+        costs[:] = 0
+        costs[used] = np.linalg.lstsq(every[:, used], wanted, rcond=None)[0]
+        if (costs >= 0).all():
+            break
+        used &= costs > 0
+    return np.maximum(costs, 0)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, product
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,10 +15,11 @@ from forerun.drafters.model import ModelDrafter
 from forerun.engine.results import Completion, Round
 from forerun.errors import SettingError, require
 from forerun.lab.provenance import identity, machine
-from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, CostTable, Spread
+from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, CostTable, Spread, least_squares
 from forerun.model import Model
 from forerun.runtime.base import Rows
 
+K = TypeVar("K")
 Texts = Sequence[Sequence[int]]  # prompts, as token ids
 WARM = 3  # warm-up turns, not counted
 LIVE = (0, 1, 2, 4, 8)
@@ -36,33 +38,9 @@ def measure(
     contexts: Sequence[int] = (128,),
     widths: Sequence[int] = WIDTHS,
     repeats: int = REPEATS,
-    progress: Callable[[int], None] | None = None,
-) -> CostTable:
-    """Time the models on this machine; arguments and errors as for `cells`."""
-    measured = list(cells(model, batches, contexts, widths, repeats, progress))
-    return gathered(model, measured, repeats)
-
-
-def gathered(model: Model, measured: Sequence[tuple[Cell, Spread]], repeats: int) -> CostTable:
-    """A table of measured cells, at least one, with its provenance."""
-    about = {
-        "target": identity(model.target),
-        "draft": identity(_drafter(model).rows),
-        "repeats": repeats,
-        **machine(model.target),
-    }
-    return CostTable(tuple(c for c, _ in measured), about, tuple(s for _, s in measured))
-
-
-def cells(
-    model: Model,
-    batches: Sequence[int] = (1,),
-    contexts: Sequence[int] = (128,),
-    widths: Sequence[int] = WIDTHS,
-    repeats: int = REPEATS,
-    progress: Callable[[int], None] | None = None,
-) -> Iterator[tuple[Cell, Spread]]:
-    """Measure cell by cell; a caller may stop between cells.
+    progress: Callable[[int], None] = lambda done: None,
+) -> Iterator[CostTable]:
+    """Measure cell by cell: the table with each that is new, so that a caller may stop between.
 
     The target's passes at every width are timed in turns, so that a machine that gets slower
     favours none; medians count, brought to the level of live runs. The times of draft steps and of
@@ -80,17 +58,35 @@ def cells(
     Raises:
         SettingError: no draft model, a number out of range, or a context that does not fit.
     """
-    drafter = _drafter(model)
+    drafter, wide, count = model.drafter, sorted({1, *widths}), itertools.count(1)
+    if not isinstance(drafter, ModelDrafter):
+        raise SettingError(
+            "measuring costs needs a draft model, and this model's drafter is a "
+            f"{type(drafter).__name__}; name one as `draft`"
+        )
+    whole("repeats", repeats, 1)
+    _check(model, batches, contexts, wide)
+    models = {"target": identity(model.target), "draft": identity(drafter.rows)}
+    about = {**models, "repeats": repeats, **machine(model.target)}
+    done: list[tuple[Cell, Spread]] = []
+    for batch, context in product(batches, contexts):
+        prompts = _prompts(min(model.target.vocab_size, drafter.rows.vocab_size), batch, context)
+        done.append(_cell(model, prompts, wide, repeats, lambda: progress(next(count))))
+        cells, spread = zip(*done, strict=True)
+        yield CostTable(cells, about, spread)
+
+
+def _check(
+    model: Model, batches: Sequence[int], contexts: Sequence[int], widths: Sequence[int]
+) -> None:
     if model.target.lengths:
         raise SettingError("a stream of this model is still running; finish or close it first")
-    wide = sorted({1, *widths})
-    for name, numbers in (("batch", batches), ("context", contexts), ("widths", wide)):
+    for name, numbers in (("batch", batches), ("context", contexts), ("widths", widths)):
         require(bool(numbers), name, numbers, "at least one")
         for number in numbers:
             whole(name, number, 1)
-    whole("repeats", repeats, 1)
-    longest, room = max(contexts), min(model.target.limit, drafter.limit)
-    more = max(wide[-1], LIVE_TOKENS) + 1
+    longest, room = max(contexts), min(model.target.limit, model.drafter.limit)
+    more = max(widths[-1], LIVE_TOKENS) + 1
     if model.target.facts.source_limit is not None:  # an encoder reads the context
         require(longest < model.prompt_limit, "context", longest, f"below {model.prompt_limit}")
         longest = len(model.opening.prompt)
@@ -99,61 +95,36 @@ def cells(
             f"a context of {longest} and {more} tokens more do not fit the models' {room}; use a "
             "smaller `context` or `widths`"
         )
-    return _cells(model, drafter, list(product(batches, contexts)), wide, repeats, progress)
 
 
-def _drafter(model: Model) -> ModelDrafter:
-    if not isinstance(model.drafter, ModelDrafter):
-        raise SettingError(
-            "measuring costs needs a draft model, and this model's drafter is a "
-            f"{type(model.drafter).__name__}; name one as `draft`"
-        )
-    return model.drafter
-
-
-def _cells(
-    model: Model,
-    drafter: ModelDrafter,
-    sizes: Sequence[tuple[int, int]],
-    widths: Sequence[int],
-    repeats: int,
-    progress: Callable[[int], None] | None,
-) -> Iterator[tuple[Cell, Spread]]:
-    done = 0
-
-    def tell() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done)
-
-    for batch, context in sizes:
-        prompts = _prompts(min(model.target.vocab_size, drafter.rows.vocab_size), batch, context)
-        turns = _passes(model.target, *model.contexts(prompts), widths, repeats, tell)
-        levels = model.target.executor.levels if batch == 1 else ()
-        lengths = sorted({*LIVE, *(n - 1 for n in levels if n <= widths[-1])})
-        live, asking = _live(model, prompts, lengths)
-        verify = _as_live(turns, {n + 1: times for n, times in live.verify.items()})
-        # Rounds without a draft save more than one token's work, so they are not on the line.
-        rounds = {n: float(np.median(times)) for n, times in live.other.items()}
-        fixed = rounds.pop(0)
-        more, work = line(rounds)
-        draft = {n: times for n, times in live.draft.items() if n}
-        first, step = line({n: float(np.median(times)) for n, times in draft.items()})
-        seconds = tuple((w, float(np.median(verify[w]))) for w in widths)
-        lead = first + max(more - fixed, 0.0)
-        cold = _cold(model, prompts)
-        cell = Cell(
-            step + work, seconds, fixed, batch, context, lead, levels, cold,
-            asking=asking, tree=_tree(model.target, *model.contexts(prompts), repeats),
-        )  # fmt: skip
-        spread = Spread(
-            _range([max(took - first, 0.0) / n for n, times in draft.items() for took in times]),
-            tuple(_range(verify[w]) for w in widths),
-            work,
-            tuple((n, float(np.median(t)), *_range(t)) for n, t in live.other.items()),
-        )
-        yield cell, spread
+def _cell(
+    model: Model, prompts: Texts, widths: Sequence[int], repeats: int, tell: Callable[[], None]
+) -> tuple[Cell, Spread]:
+    batch, context, target = len(prompts), len(prompts[0]) - 1, model.target
+    turns = _passes(target, *model.contexts(prompts), widths, repeats, tell)
+    levels = target.executor.levels if batch == 1 else ()
+    live, asking = _live(
+        model, prompts, sorted({*LIVE, *(n - 1 for n in levels if n <= widths[-1])})
+    )
+    verify = _as_live(turns, {n + 1: [r.verify for r in rounds] for n, rounds in live.items()})
+    other = {n: [r.other for r in rounds] for n, rounds in live.items()}
+    draft = {n: [r.draft for r in rounds] for n, rounds in live.items() if n}
+    # Rounds without a draft save more than one token's work, so they are not on the line.
+    medians = {n: float(np.median(times)) for n, times in other.items()}
+    fixed = medians.pop(0)
+    more, work = line(medians)
+    first, step = line({n: float(np.median(times)) for n, times in draft.items()})
+    cell = Cell(
+        step + work, tuple((w, float(np.median(verify[w]))) for w in widths), fixed, batch, context,
+        first + max(more - fixed, 0.0), levels, _cold(model, prompts), asking=asking,
+        tree=_tree(target, *model.contexts(prompts), repeats),
+    )  # fmt: skip
+    return cell, Spread(
+        _range([max(took - first, 0.0) / n for n, times in draft.items() for took in times]),
+        tuple(_range(verify[w]) for w in widths),
+        work,
+        tuple((n, float(np.median(times)), *_range(times)) for n, times in other.items()),
+    )
 
 
 def _prompts(vocab: int, batch: int, context: int) -> list[list[int]]:
@@ -165,55 +136,65 @@ def _prompts(vocab: int, batch: int, context: int) -> list[list[int]]:
 
 def _passes(
     target: Rows,
-    prompts: Sequence[Sequence[int]],
-    sources: Sequence[Sequence[int]] | None,
+    prompts: Texts,
+    sources: Texts | None,
     widths: Sequence[int],
     repeats: int,
     tell: Callable[[], None],
 ) -> dict[int, list[float]]:
     """Seconds of the target's passes, by width."""
-    seconds: dict[int, list[float]] = {width: [] for width in widths}
-    covered = len(prompts[0]) - 1
-    try:
-        target.read(prompts, widths[-1], sources)
-        for turn in range(WARM + repeats):
-            for width in widths:
-                before = target.seconds
-                target.feed([list(prompt[-1:]) * width for prompt in prompts])
-                if turn >= WARM:
-                    seconds[width].append(target.seconds - before)
-                for row in range(len(prompts)):
-                    target.rollback(row, covered)
-            if turn >= WARM:
-                tell()
-    finally:
-        target.keep([])
-    return seconds
+
+    def run(width: int) -> float:
+        before = target.seconds
+        target.feed([list(prompt[-1:]) * width for prompt in prompts])
+        return target.seconds - before
+
+    return _in_turns(target, (prompts, widths[-1], sources), widths, run, repeats, tell)
 
 
 def _tree(target: Rows, prompts: Texts, sources: Texts | None, repeats: int) -> float:
     """Seconds that a second choice adds to a pass of as many tokens, one that is kept."""
     if not target.executor.trees:
         return 0.0
-    seconds: dict[bool, list[float]] = {False: [], True: []}
     pieces = [list(prompt[-1:]) * len(TREE) for prompt in prompts]
     covered = len(prompts[0]) - 1
+
+    def run(leaf: bool) -> float:
+        began = time.perf_counter()
+        target.feed(pieces, None, [TREE] * len(prompts) if leaf else ())
+        if leaf:
+            target.move(0, covered + len(TREE) - 1, covered + TREE[-1] + 1)
+        return time.perf_counter() - began
+
+    seconds = _in_turns(target, (prompts, len(TREE), sources), (False, True), run, repeats)
+    return max(float(np.median(seconds[True]) - np.median(seconds[False])), 0.0)
+
+
+def _in_turns(
+    target: Rows,
+    reading: tuple[Texts, int, Texts | None],
+    kinds: Sequence[K],
+    run: Callable[[K], float],
+    repeats: int,
+    tell: Callable[[], None] = lambda: None,
+) -> dict[K, list[float]]:
+    """Seconds of passes of several kinds behind what the target reads, taken back after each."""
+    seconds: dict[K, list[float]] = {kind: [] for kind in kinds}
     try:
-        target.read(prompts, len(TREE), sources)
+        target.read(*reading)
+        covered = list(target.lengths)
         for turn in range(WARM + repeats):
-            for leaf, times in seconds.items():
-                began = time.perf_counter()
-                target.feed(pieces, None, [TREE] * len(prompts) if leaf else ())
-                if leaf:
-                    target.move(0, covered + len(TREE) - 1, covered + TREE[-1] + 1)
+            for kind, times in seconds.items():
+                took = run(kind)
+                for row, length in enumerate(covered):
+                    target.rollback(row, length)
                 if turn >= WARM:
-                    times.append(time.perf_counter() - began)
-                for row in range(len(prompts)):
-                    target.rollback(row, covered)
+                    times.append(took)
+            if turn >= WARM:
+                tell()
     finally:
         target.keep([])
-    chain, tree = (float(np.median(times)) for times in seconds.values())
-    return max(tree - chain, 0.0)
+    return seconds
 
 
 def _as_live(
@@ -232,44 +213,45 @@ def _as_live(
     }
 
 
-@dataclass
-class _Live:
-    """Seconds of live rounds in which every row drafts as many tokens, by these."""
+class LiveRound(NamedTuple):
+    """Seconds of a live round in which every row drafts as many tokens."""
 
-    draft: dict[int, list[float]] = field(default_factory=dict)
-    verify: dict[int, list[float]] = field(default_factory=dict)
-    other: dict[int, list[float]] = field(default_factory=dict)  # outside both models
-
-    def add(self, drafted: int, done: Sequence[Completion]) -> None:
-        """The rounds of texts that were written together."""
-        # Rows that share a round report one clock; where some are missing prompts were read.
-        shared: dict[tuple[float, float], list[Round]] = {}
-        for seen in chain.from_iterable(c.rounds for c in done):
-            shared.setdefault((seen.draft_seconds, seen.verify_seconds), []).append(seen)
-        for (drafting, verifying), rounds in shared.items():
-            every = len(rounds) == len(done) and all(r.drafted == drafted for r in rounds)
-            if every and verifying:
-                self.other.setdefault(drafted, []).append(rounds[0].other_seconds)
-                self.verify.setdefault(drafted, []).append(verifying)
-                self.draft.setdefault(drafted, []).append(drafting)
-
-    def drafting(self, drafted: int) -> float:
-        """The median outside the target; 0 if there was no such round."""
-        times = zip(self.draft.get(drafted, ()), self.other.get(drafted, ()), strict=True)
-        return float(np.median([one + other for one, other in times] or [0.0]))
+    draft: float
+    verify: float
+    other: float  # outside both models
 
 
-def _live(model: Model, prompts: Texts, lengths: Sequence[int]) -> tuple[_Live, float]:
+def _shared(drafted: int, done: Sequence[Completion]) -> Iterator[LiveRound]:
+    """The rounds of texts that were written together in which all drafted so many tokens."""
+    # Rows that share a round report one clock; where some are missing prompts were read.
+    shared: dict[tuple[float, float], list[Round]] = {}
+    for seen in chain.from_iterable(c.rounds for c in done):
+        shared.setdefault((seen.draft_seconds, seen.verify_seconds), []).append(seen)
+    for (drafting, verifying), rounds in shared.items():
+        every = len(rounds) == len(done) and all(r.drafted == drafted for r in rounds)
+        if every and verifying:
+            yield LiveRound(drafting, verifying, rounds[0].other_seconds)
+
+
+def _live(
+    model: Model, prompts: Texts, lengths: Sequence[int]
+) -> tuple[dict[int, list[LiveRound]], float]:
     """Live rounds by tokens drafted, and what each of these takes more if a controller is asked."""
-    live, asked = _Live(), _Live()
-    longest = max(lengths)
+    live: dict[int, list[LiveRound]] = {n: [] for n in lengths}
+    longest, asked = max(lengths), list[LiveRound]()
     for turn in range(LIVE_TURNS):
-        of, asking = (live, asked) if turn else (_Live(), _Live())  # the first is a warm-up
-        for n in lengths:
-            of.add(n, _written(model, f"fixed({n})", prompts, plain=n == 0))
-        asking.add(longest, _written(model, ASKED.format(longest), prompts))
-    more = asked.drafting(longest) - live.drafting(longest)
-    return live, max(more / longest, 0.0)
+        for n, rounds in live.items():
+            done = _written(model, f"fixed({n})", prompts, plain=n == 0)
+            rounds += _shared(n, done) if turn else ()  # the first is a warm-up
+        done = _written(model, ASKED.format(longest), prompts)
+        asked += _shared(longest, done) if turn else ()
+    more = _outside(asked) - _outside(live[longest])
+    return {n: rounds for n, rounds in live.items() if rounds}, max(more / longest, 0.0)
+
+
+def _outside(rounds: Sequence[LiveRound]) -> float:
+    """The median outside the target; 0 if there was no such round."""
+    return float(np.median([r.draft + r.other for r in rounds] or [0.0]))
 
 
 def _written(
@@ -301,19 +283,13 @@ def _cold(model: Model, prompts: Texts) -> float:
 def line(points: dict[int, float]) -> tuple[float, float]:
     """Intercept and slope, neither below 0, of the least-squares line through `{x: y}`.
 
-    >>> line({0: 1.0, 2: 2.0, 4: 3.0})
-    (1.0, 0.5)
-    >>> line({0: 2.0, 2: 1.0})
-    (1.5, 0.0)
+    >>> [round(value, 6) for value in line({0: 1.0, 2: 2.0, 4: 3.0})]
+    [1.0, 0.5]
+    >>> [round(value, 6) for value in line({0: 2.0, 2: 1.0})]
+    [1.5, 0.0]
     """
-    x, y = np.array(list(points), dtype=float), np.array(list(points.values()))
-    spread = float(((x - x.mean()) ** 2).sum())
-    slope = float(((x - x.mean()) * (y - y.mean())).sum()) / spread if spread else 0.0
-    slope = max(slope, 0.0)
-    start = float(y.mean() - slope * x.mean())
-    if start < 0:
-        return 0.0, float((x * y).sum() / (x * x).sum())
-    return start, slope
+    start, slope = least_squares([[1.0, x] for x in points], list(points.values()))
+    return float(start), float(slope)
 
 
 def _range(times: Sequence[float]) -> tuple[float, float]:

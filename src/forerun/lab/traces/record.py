@@ -8,15 +8,9 @@ after a miss are drafted, and read by the target, token by token, as rows of one
 their text's cache. This holds for draft models; any other drafter is asked at every position by the
 live engine (`walk`).
 
-Sampled texts: the rule `standard` proposes d ~ draft, keeps it with probability
-min(1, target(d) / draft(d)) and else commits y ~ norm(max(target − draft, 0)). So y ~ target,
-d = y and kept has probability min(target(y), draft(y)), and a rejected d is independent of y.
-Read backwards, given y: a hit (d = y) with probability min(1, draft(y) / target(y)), otherwise
-d ~ norm(max(draft − target, 0)). y's distribution does not depend on what was drafted, so the
-text may be written first; and a decoding run judges each position at most once, so one coin per
-position serves every controller, whose counts then have exactly the live engine's distribution.
-Under the rule `gumbel` both draw by the noise of a place, so sampled texts are as certain as greedy
-ones, and counts are the live engine's own.
+Of sampled texts a position is judged at most once in any run, so one coin a position serves every
+controller, whose counts then have the live engine's distribution (docs/trace.md); under the rule
+`gumbel` both models draw by the noise of a place, and counts are the live engine's own.
 """
 
 from __future__ import annotations

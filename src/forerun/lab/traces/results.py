@@ -108,6 +108,11 @@ def takes_leaves(controller: Controller) -> bool:
     return isinstance(controller, Governor) and "second" in controller.signals
 
 
+def mean_speed(ratios: ArrayLike) -> float:
+    """The geometric mean."""
+    return float(np.exp(np.log(np.asarray(ratios, dtype=float)).mean()))
+
+
 def geometric(ratios: ArrayLike, seed: int = 0) -> dict[str, float]:
     """Geometric mean of `(n,)` paired ratios, n ≥ 1, with a 95 % bootstrap interval over prompts.
 

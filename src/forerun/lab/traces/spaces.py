@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from forerun.errors import optional
+from forerun.errors import SettingError, optional
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,41 @@ class OneOf:
 Space = Mapping[str, Integer | Real | OneOf]  # the values each parameter may take
 
 Answer = Callable[[float | None], None]  # gets the worth of values; None: refused
+Trials = Iterable[tuple[dict[str, Any], Answer]]  # values to try
+S = TypeVar("S")
+
+
+class Search(Generic[S]):
+    """A search over settings: each is scored once, by `worth`; higher is better."""
+
+    def __init__(self, worth: Callable[[S], float]) -> None:
+        self._worth = worth
+        self.scores: dict[S, float] = {}
+        self.trials = self.refused = 0
+
+    def score(self, setting: S) -> float:
+        if setting not in self.scores:
+            self.scores[setting] = self._worth(setting)
+        return self.scores[setting]
+
+    @property
+    def best(self) -> S:
+        """The best so far; the first one of equals."""
+        return max(self.scores, key=self.scores.__getitem__)
+
+    def run(
+        self, trials: Trials, make: Callable[[Mapping[str, Any]], S], tell: Callable[[int], None]
+    ) -> None:
+        """Score what is made of the values tried; `tell` gets how many there were. Values that are
+        refused (`SettingError`) count in `refused`."""
+        for values, answer in trials:
+            self.trials += 1
+            try:
+                answer(self.score(make(values)))
+            except SettingError:
+                self.refused += 1
+                answer(None)
+            tell(self.trials)
 
 
 def sampled(

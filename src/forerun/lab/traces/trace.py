@@ -16,7 +16,7 @@ import numpy as np
 
 from forerun.errors import MissingExtraError, SettingError
 from forerun.types import SIGNALS as SIGNALS
-from forerun.types import BoolArray, FloatArray, IntArray, Token
+from forerun.types import BoolArray, FloatArray, IntArray
 
 SCHEMA = 2
 KEY = b"forerun.trace"  # key in the file's metadata of a JSON object with `schema` and `about`
@@ -98,11 +98,6 @@ class Trace:
         """Whether the drafter has a signal, or a column of `JUDGED`, of any token."""
         values = (self.signals | self.judged)[name][self.valid]
         return not bool(np.isnan(values).all())
-
-    def at(self, rows: IntArray, position: IntArray) -> Token:
-        """Signals `(rows, K)` of the runs drafted from one position per row."""
-        signals: dict[str, Any] = {name: v[rows, position] for name, v in self.signals.items()}
-        return Token(**signals)
 
     def take(self, index: Sequence[int] | IntArray | BoolArray) -> Trace:
         """A selection of the prompts: their numbers, in the wanted order, or a mask."""
@@ -371,13 +366,9 @@ def _about(path: str | Path, table: Any) -> tuple[int, dict[str, Any]]:
 
 def _schema(arrow: Any, depth: int, version: int) -> dict[str, Any]:
     """The columns and their types, as docs/trace.md describes them."""
-    text, integer, real = (
-        arrow.dictionary(arrow.int32(), arrow.string()),
-        arrow.int32(),
-        arrow.float32(),
-    )
+    integer, real = arrow.int32(), arrow.float32()
     return {
-        "family": text,
+        "family": arrow.dictionary(integer, arrow.string()),
         "prompt_id": arrow.string(),
         **dict.fromkeys(("prompt", "position", *_PER_PROMPT, *_INTS), integer),
         **(dict.fromkeys(_RUNS, integer) if version > 1 else dict.fromkeys(_FIRST, real)),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from forerun.controllers import CONTROLLERS, Controller
 from forerun.errors import SettingError, require
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.replay import replay
-from forerun.lab.traces.results import Replay, by_family, geometric
-from forerun.lab.traces.spaces import COSTS, SPACES, Answer, Space, sampled
+from forerun.lab.traces.results import by_family, geometric, mean_speed
+from forerun.lab.traces.spaces import COSTS, SPACES, Answer, Search, Space, Trials, sampled
 from forerun.lab.traces.trace import Trace
 from forerun.registry import Spec, parse
 from forerun.settings import Settings
@@ -121,42 +122,28 @@ def search(
 ) -> SearchResult:
     """Search the parameters of a controller that `spec` does not set, or those of `space`, from
     whose values `make` builds one; an interrupt ends it early, with the best so far."""
-    start = CONTROLLERS.make(spec)
-    set_by_user = settings_of(spec)
+    default, set_by_user = CONTROLLERS.text(CONTROLLERS.make(spec)), settings_of(spec)
     if space is None:
         space = {k: v for k, v in SPACES.get(spec.name, {}).items() if k not in set_by_user}
-    if make is None:
 
-        def make(values: Mapping[str, Any]) -> Controller:
-            chosen = Spec(spec.name, (), {**set_by_user, **values})
-            return CONTROLLERS.make(chosen)
+    def made(values: Mapping[str, Any]) -> str:
+        chosen = Spec(spec.name, (), {**set_by_user, **values})
+        return CONTROLLERS.text(CONTROLLERS.make(chosen) if make is None else make(values))
 
-    scores: dict[str, float] = {}
-    default = CONTROLLERS.text(start)
-
-    def score(controller: Controller) -> float:
-        text = CONTROLLERS.text(controller)
-        if text not in scores:
-            scores[text] = speed(trace, controller, cell)
-        return scores[text]
-
-    before, trials, refused, complete = score(start), 1, 0, True
+    tried = Search[str](lambda text: speed(trace, text, cell))
+    before, complete = tried.score(default), True
+    trials, total = proposals(space, trace.depth, cell, budget, seed)
     tell = progress or (lambda name, done, total: None)
-    chooser, total = proposals(space, trace.depth, cell, budget, seed)
     try:
-        for values, answer in chooser:
-            tell(spec.name, trials, total)
-            try:
-                answer(score(make(values)))
-            except SettingError:
-                refused += 1
-                answer(None)
-            trials += 1
+        tell(spec.name, 1, total)
+        tried.run(trials, made, lambda done: tell(spec.name, 1 + done, total))
         tell(spec.name, total, total)
     except KeyboardInterrupt:
         complete = False
-    best = max(scores, key=lambda text: scores[text])
-    return SearchResult(spec.name, default, best, before, scores[best], trials, refused, complete)
+    return SearchResult(
+        spec.name, default, tried.best, before, tried.scores[tried.best], 1 + tried.trials,
+        tried.refused, complete,
+    )  # fmt: skip
 
 
 def best_fixed(trace: Trace, cell: Cell) -> SearchResult:
@@ -164,9 +151,7 @@ def best_fixed(trace: Trace, cell: Cell) -> SearchResult:
     return search(parse("fixed"), trace, cell, budget=trace.depth + 1)
 
 
-def proposals(
-    space: Space, depth: int, cell: Cell, budget: int, seed: int
-) -> tuple[Iterable[tuple[dict[str, Any], Answer]], int]:
+def proposals(space: Space, depth: int, cell: Cell, budget: int, seed: int) -> tuple[Trials, int]:
     """Values to try beside the defaults, and how many settings there will be with the defaults."""
 
     def ignored(value: float | None) -> None:
@@ -189,7 +174,7 @@ def proposals(
 
 def speed(trace: Trace, controller: str | Controller, cell: Cell) -> float:
     """The geometric mean over prompts of the speed-up."""
-    return float(np.exp(np.log(replay(trace, controller, cell).speedup).mean()))
+    return mean_speed(replay(trace, controller, cell).speedup)
 
 
 def tunable() -> list[str]:
@@ -215,12 +200,7 @@ def judge(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Replay every search result on other prompts, none of which was searched on: `controllers`
     and `best_fixed` of the document of `tune --json`."""
-    groups, seconds = by_family(trace), dict[str, Replay]()
-
-    def took(spec: str) -> Replay:
-        if spec not in seconds:
-            seconds[spec] = replay(trace, spec, cell)
-        return seconds[spec]
+    groups, took = by_family(trace), cache(lambda spec: replay(trace, spec, cell))
 
     def spreads(ratios: FloatArray) -> dict[str, dict[str, float]]:
         return {name: geometric(ratios[chosen], seed) for name, chosen in groups.items()}
@@ -234,11 +214,8 @@ def judge(
             "gain": spreads(default.seconds / best.seconds),
             "over_fixed": spreads(fixed.seconds / best.seconds),
         }
-        overall, *families = (
-            {name: values[group] for name, values in figures.items()} for group in groups
-        )
-        named = dict(zip(list(groups)[1:], families, strict=True))
-        judged.append({**asdict(result), "test": overall, "families": named})
+        own = {group: {name: of[group] for name, of in figures.items()} for group in groups}
+        judged.append({**asdict(result), "test": own.pop("all"), "families": own})
     every = spreads(fixed.speedup)
     return judged, {"spec": tuned.fixed.best, "overall": every.pop("all"), "families": every}
 
