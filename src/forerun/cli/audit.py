@@ -234,26 +234,20 @@ def _precisions(
     result, name = summary(texts), second.about["dtype"]
     if as_json:
         about = {key: second.about[key] for key in ("target", "runtime", "device")}
-        parted = [
-            {
-                "id": rows[text.prompt].id,
-                "family": rows[text.prompt].family,
-                "first_difference": text.first,
-                "other_best": [{"position": at, "gap": text.gaps[at]} for at in text.other],
-            }
-            for text in texts
-            if text.first is not None or text.other
-        ]
+        parted = []
+        for text in texts:
+            if text.first is not None or text.other:
+                named = {name: getattr(rows[text.prompt], name) for name in ("id", "family")}
+                other = [{"position": at, "gap": text.gaps[at]} for at in text.other]
+                parted.append({**named, "first_difference": text.first, "other_best": other})
         settings = {**about, "precision": name, **settings}
         document = {"schema": 1, **result, "differences": parted, "settings": settings}
         print_json({**document, "versions": versions()})
     else:
         shown = table(f"{name} against float32", right=("median", "99 %", "largest"))
         for label, key in MOVES.items():
-            values = result[key]
-            shown.add_row(
-                label, *(["–"] * 3 if values is None else map("{:.4f}".format, values.values()))
-            )
+            values = map("{:.4f}".format, result[key].values()) if result[key] else ["–"] * 3
+            shown.add_row(label, *values)
         stdout().print(shown)
         note(
             f"\n{result['texts_differ']} of {result['texts']} texts differ; another token is best "

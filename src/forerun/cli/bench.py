@@ -204,12 +204,10 @@ def _commands(names: str, pythons: Sequence[str], commands: Sequence[str]) -> li
     """How the peers are started: those with a name of the repository's, and commands."""
     from forerun.lab.bench.peers import Command, named
 
-    paths = {}
     for pair in pythons:
-        name, equals, path = pair.partition("=")
-        if not (name and equals and path):
+        if not all(pair.partition("=")):
             raise SettingError(f"--peer-python wants PEER=PATH like vllm=/path, got {pair!r}")
-        paths[name] = path
+    paths = dict(pair.split("=", 1) for pair in pythons)
     short = [command for name in split_names(names, ",") for command in named(name, paths)]
     return short + [Command.read(text) for text in commands]
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from rich.text import Text
 
 from forerun.cli.shared import options
-from forerun.cli.shared.console import note, progress, remark, stdout, table
+from forerun.cli.shared.console import note, progress, stdout, table
 from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import MODELS, PROMPTS, VALIDATION, Fields, flag, option
-from forerun.cli.shared.report import claim, print_json, save_json
+from forerun.cli.shared.report import claim, report, save_json
 from forerun.errors import require
 
 if TYPE_CHECKING:
@@ -79,12 +80,7 @@ def easd(
     document = calibrate.document(calibration, settings)
     if output is not None:
         save_json(output, document)
-    if as_json:
-        print_json(document)
-        return
-    _show(calibration)
-    if output is not None:
-        remark(f"saved to {output}")
+    report(document, partial(_show, calibration), as_json, output)
 
 
 def _show(result: Calibration) -> None:

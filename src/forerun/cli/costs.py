@@ -12,7 +12,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import Models
 from forerun.cli.shared.options import Fields, numbers, option
-from forerun.cli.shared.report import claim, print_json
+from forerun.cli.shared.report import claim, report
 from forerun.errors import SettingError, require
 
 if TYPE_CHECKING:
@@ -93,12 +93,7 @@ def costs(
 def _finish(costs: CostTable, output: str | None, as_json: bool) -> None:
     if output is not None:
         costs.write(output)
-    if as_json:
-        print_json(costs.to_json())
-        return
-    _show(costs)
-    if output is not None:
-        remark(f"saved to {output}")
+    report(costs.to_json(), partial(_show, costs), as_json, output)
 
 
 def _show(costs: CostTable) -> None:

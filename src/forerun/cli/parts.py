@@ -119,11 +119,11 @@ def cards(kind: str) -> list[Card]:
 def find(name: str) -> list[Card]:
     """The parts of that name (a spec names its part)."""
     part = parse(name).name
-    kinds = [kind for kind in KINDS if part in registry(kind)]
-    if not kinds:
-        names = {n for kind in KINDS for n in registry(kind).names()}  # cm-asd is two things
-        raise UnknownNameError.among("controller, rule or drafter", part, names)
-    return [Card(kind, part, registry(kind).load(part)) for kind in kinds]
+    known = {kind: registry(kind) for kind in KINDS}
+    if named := [Card(k, part, own.load(part)) for k, own in known.items() if part in own]:
+        return named
+    names = {n for own in known.values() for n in own.names()}  # cm-asd is two things
+    raise UnknownNameError.among("controller, rule or drafter", part, names)
 
 
 def names_in(spec: str | Spec) -> Iterator[str]:
@@ -287,19 +287,11 @@ def cite(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -> None
     """
     entries: dict[str, None] = {}
     for text in names:
-        if text in BIBTEX:
-            entries[BIBTEX[text].strip()] = None
-            continue
-        for name in names_in(text):
-            entries_of = [card.bibtex.strip() for card in find(name)]
-            if not any(entries_of):
+        for name in [text] if text in BIBTEX else names_in(text):
+            papers = BIBTEX.get(name) or "\n".join(card.bibtex for card in find(name))
+            single = [entry.strip() for entry in f"\n{papers}".split("\n@")]
+            if not any(single):
                 print(f"{name}: no paper to cite", file=sys.stderr)
-            for bibtex in filter(None, entries_of):
-                entries |= dict.fromkeys(_split(bibtex))
+            entries |= {f"@{entry}": None for entry in single if entry}  # a shared one once
     if entries:
         typer.echo("\n\n".join(entries))
-
-
-def _split(bibtex: str) -> list[str]:
-    """Single entries, so that a shared one is printed once."""
-    return [f"@{entry.strip()}" for entry in f"\n{bibtex}".split("\n@") if entry.strip()]

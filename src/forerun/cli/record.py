@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, option
-from forerun.cli.shared.report import claim, print_json
+from forerun.cli.shared.report import claim, report
 from forerun.requests import Sampling
 from forerun.zoo import PENALTY
 
@@ -63,7 +64,7 @@ def record(
         seed: prompt i gets the random stream S + i, counted from 0.
     """
     from forerun.checks import whole
-    from forerun.lab.traces.trace import pyarrow_modules
+    from forerun.lab.traces.trace import families, pyarrow_modules
     from forerun.prompts import find_prompts, is_shipped, seeded
     from forerun.settings import Settings
 
@@ -87,12 +88,8 @@ def record(
         "chat": job.about["chat"],
     }
     trace = _record(job, chosen, depth, output, about)
-    if as_json:
-        from forerun.lab.traces.trace import families
-
-        print_json({"schema": SCHEMA, "families": families(trace), "about": trace.about})
-        return
-    _show(trace, output)
+    document = {"schema": SCHEMA, "families": families(trace), "about": trace.about}
+    report(document, partial(_show, document), as_json, output)
 
 
 def _record(
@@ -130,23 +127,16 @@ def _record(
     return save()
 
 
-def _show(trace: Trace, output: str) -> None:
-    from forerun.lab.traces.trace import families
-
-    accepted = ("first drafted kept", f"of {trace.depth} drafted kept")
+def _show(document: dict[str, Any]) -> None:
+    about = document["about"]
+    accepted = ("first drafted kept", f"of {about['depth']} drafted kept")
     shown = table("family", right=("prompts", "tokens", *accepted))
-    for family, figures in families(trace).items():
-        shown.add_row(
-            family,
-            f"{figures['prompts']:,}",
-            f"{figures['tokens']:,}",
-            f"{figures['first_kept'] * 100:.1f} %",
-            f"{figures['run_kept']:.2f}",
-        )
+    for family, own in document["families"].items():
+        counts = f"{own['prompts']:,}", f"{own['tokens']:,}"
+        shown.add_row(family, *counts, f"{own['first_kept'] * 100:.1f} %", f"{own['run_kept']:.2f}")
     stdout().print(shown)
-    spent = trace.about["seconds"]
+    spent = about["seconds"]
     note(
         f"\n{spent['total']:.1f} s, of which writing the texts took {spent['plain']:.1f} s: "
         f"{spent['ratio']:.2f} times plain generation",
     )
-    remark(f"saved to {output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import collected, note, progress, remark, status, stdout, table
 from forerun.cli.shared.options import flag, option
 from forerun.cli.shared.report import claim, print_json
+from forerun.cli.shared.report import report as deliver
 from forerun.errors import SettingError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -105,10 +107,8 @@ def replay(
         document = report.document(results, texts, cell, batch, lenient)
         if output is not None:
             report.write_csv(results, output)
-        if as_json:
-            print_json(document)
-        else:
-            _show(document, specs, texts, cell, synthetic, output)
+        show = partial(_show, document, specs, texts, cell, synthetic)
+        deliver(document, show, as_json, output)
     if interrupted:
         raise KeyboardInterrupt
 
@@ -144,8 +144,7 @@ def _timed(
             }
             tell("replaying", len(rows) - 1)
     if as_json:
-        print_json({"clock": clock, "seed": seed, "ratios": rows})
-        return
+        return print_json({"clock": clock, "seed": seed, "ratios": rows})
     heads = list(rows["plain"])
     shown = table("controller", right=heads, no_wrap=True)
     for spec, row in rows.items():
@@ -170,7 +169,6 @@ def _show(
     trace: Trace,
     cell: Cell,
     synthetic: bool,
-    output: str | None,
 ) -> None:
     """The results, the fastest first, each under its spec as it was given."""
     pairs = zip(specs, document["controllers"], strict=False)  # interrupted, there are fewer
@@ -219,8 +217,6 @@ def _show(
         for bound in lenient:
             shown.add_row(f"{bound['budget']:g}", _half(bound["speedup"]), f"{bound['drift']:.4f}")
         stdout().print(shown)
-    if output is not None:
-        remark(f"saved to {output}")
 
 
 def _half(value: dict[str, float]) -> str:

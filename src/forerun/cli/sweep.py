@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from rich.text import Text as Line
@@ -10,7 +11,7 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import ALONE, Models
 from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, VALIDATION, Fields, flag, option
-from forerun.cli.shared.report import claim, print_json
+from forerun.cli.shared.report import claim, report
 from forerun.errors import SettingError, require
 from forerun.registry import parse
 from forerun.requests import Sampling
@@ -89,12 +90,7 @@ def specbound(
         sweep.settings(document["about"]).write(output)
     if keep:
         keep_settings(str(exits), document["about"]["settings"])
-    if as_json:
-        print_json(document)
-        return
-    _show(document)
-    if output is not None:
-        remark(f"saved to {output}")
+    report(document, partial(_show, document), as_json, output)
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -54,8 +54,9 @@ class Calibration:
     top: int  # ⌈share · steps⌉
     prompts: int
     target: Entropies
-    draft: Entropies | None  # at the same steps within its context; None if it was not read
-    both: float | None  # share of the draft's steps at which both exceed τ_H
+    draft: Entropies | None = None
+    """At the same steps within its context; None if it was not read."""
+    both: float | None = None  # share of the draft's steps at which both exceed τ_H
 
     @property
     def rule(self) -> str:
@@ -87,8 +88,7 @@ def easd(
 ) -> Calibration:
     """τ_H of the rule `easd`: the mean of the target's highest entropies over validation prompts.
 
-    The target decodes every prompt greedily; at each step its entropy (temperature 1, before any
-    sampling transform) is taken, and τ_H is the mean of the highest ⌈share · steps⌉ of all.
+    The highest ⌈share · steps⌉ of greedy texts, at temperature 1 and before sampling transforms.
 
     Args:
         model: target and drafter; the drafter's entropies are taken at the same steps, to show how
@@ -111,22 +111,24 @@ def easd(
 
     Reference: Su et al. 2025 (EASD), §3.6.
     """
-    alone = target_only or isinstance(model.drafter, NullDrafter)
-    _check(model, prompts, share, alone)
+    drafter = _drafter(model, target_only)
+    require(type(share) in (int, float) and 0 < share <= 1, "share", share, "in (0, 1]")
+    if not prompts:
+        raise PromptError("no prompts to calibrate on")
     tell = progress or (lambda phase, done: None)
     texts = _decode(model, prompts, sampling, batch_size, tell)
     of_target, of_draft = [], []
     for start in range(0, len(texts), batch_size):
         batch = texts[start : start + batch_size]
-        of_target.append(_entropies(model.target, batch, _sources(batch)))
-        if not alone:
-            drafter: Any = model.drafter
-            of_draft.append(_entropies(drafter.rows, batch, drafter.readable(_sources(batch))))
+        sources = [text.source for text in batch if text.source is not None]
+        of_target.append(_entropies(model.target, batch, sources))
+        if drafter is not None:
+            of_draft.append(_entropies(drafter.rows, batch, drafter.readable(sources)))
         tell("reading", start + len(batch))
     target = torch.cat(of_target)
     threshold, top = top_mean(target.tolist(), share)
-    calibration = Calibration(threshold, share, top, len(prompts), Entropies.of(target), None, None)
-    if alone:
+    calibration = Calibration(threshold, share, top, len(prompts), Entropies.of(target))
+    if drafter is None:
         return calibration
     draft = torch.cat(of_draft)
     read = ~draft.isnan()
@@ -136,16 +138,16 @@ def easd(
     return replace(calibration, draft=Entropies.of(draft[read]), both=both)
 
 
-def _check(model: Model, prompts: Sequence[PromptLike], share: float, alone: bool) -> None:
-    real = isinstance(share, (int, float)) and not isinstance(share, bool)
-    require(real and 0 < share <= 1, "share", share, "in (0, 1]")
-    if not alone and not isinstance(model.drafter, ModelDrafter):
+def _drafter(model: Model, target_only: bool) -> ModelDrafter | None:
+    """Whose entropies are taken beside the target's."""
+    if target_only or isinstance(model.drafter, NullDrafter):
+        return None
+    if not isinstance(model.drafter, ModelDrafter):
         raise SettingError(
             "the penalty of easd needs the draft's entropy, and this drafter is no model; give a "
             "draft model, or `target_only` for easd(overlap=0,draft_entropy=False)"
         )
-    if not prompts:
-        raise PromptError("no prompts to calibrate on")
+    return model.drafter
 
 
 def top_mean(values: Sequence[float], share: float) -> tuple[float, int]:
@@ -160,11 +162,11 @@ def top_mean(values: Sequence[float], share: float) -> tuple[float, int]:
 
 
 class DecodedText(NamedTuple):
-    """Token ids of a prompt, of its output, and of what an encoder reads, if there is one."""
+    """Token ids of a prompt, of what an encoder reads, if there is one, and of the output."""
 
     prompt: list[int]
-    output: list[int]
     source: list[int] | None
+    output: list[int]
 
 
 def _decode(
@@ -185,15 +187,10 @@ def _decode(
         if event.completion is not None:
             outputs[event.request] = event.completion.tokens
             tell("decoding", len(outputs))
-    out = []
-    for given, i in zip(ids, sorted(outputs), strict=True):
-        prompt, source = model.context(given)
-        out.append(DecodedText(prompt, outputs[i], source))
-    return sorted(out, key=lambda text: (len(text.output), len(text.prompt)))
-
-
-def _sources(texts: list[DecodedText]) -> list[list[int]]:
-    return [text.source for text in texts if text.source is not None]
+    contexts = [model.context(given) for given in ids]
+    written = [outputs[i] for i in sorted(outputs)]
+    texts = [DecodedText(*own, out) for own, out in zip(contexts, written, strict=True)]
+    return sorted(texts, key=lambda text: (len(text.output), len(text.prompt)))
 
 
 @torch.inference_mode()

@@ -60,15 +60,12 @@ def compare(
 def summary(texts: Sequence[AuditedText]) -> dict[str, Any]:
     """Counts, quantiles of how far logits moved, and gaps where another token was best."""
     moved = [x for text in texts for x in text.moved]
-    parted = sorted(text.gaps[at] for text in texts for at in text.other)
-    first = [
-        text.gaps[text.first]
-        for text in texts
-        if text.first is not None and text.first < len(text.gaps)
-    ]
+    parted = [text.gaps[at] for text in texts for at in text.other]
+    differ = [(text.gaps, text.first) for text in texts if text.first is not None]
+    first = [gaps[at] for gaps, at in differ if at < len(gaps)]
     return {
         "texts": len(texts),
-        "texts_differ": sum(text.first is not None for text in texts),
+        "texts_differ": len(differ),
         "positions": len(moved),
         "positions_differ": len(parted),
         "moved": _quantiles(moved),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from datetime import UTC, datetime
 from hashlib import file_digest, sha256
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +29,14 @@ def machine(runtime: Rows) -> dict[str, Any]:
         "dtype": runtime.facts.precision,
         "cpu": machine_name(torch.device("cpu")),
         "threads": torch.get_num_threads(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in libraries},
-        },
+        "versions": {"python": platform.python_version(), **{n: version(n) for n in libraries}},
     }
 
 
 def versions() -> dict[str, str]:
     """Versions of all packages that may matter to a result."""
     out = {"forerun": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "tokenizers"):
-        try:
-            out[name] = version(name)
-        except PackageNotFoundError:
-            out[name] = "unknown"
+    out |= {name: version(name) for name in ("torch", "transformers", "tokenizers")}
     return out | {"platform": platform.platform()}
 
 

@@ -389,22 +389,18 @@ def _completed(path: Path, keys: Sequence[str]) -> set[int]:
                 file.truncate(size)
                 break
             size += len(line)
-            completed.add(_index(path, line, keys))
+            try:
+                value = json.loads(line)
+                index, key = value["index"], value["key"]
+            except (ValueError, KeyError) as error:
+                raise SettingError(f"{path} is damaged: {error!r}; name another file") from error
+            if not (type(index) is int and index < len(keys) and keys[index] == key):
+                raise SettingError(
+                    f"{path} holds completions of other prompts, settings or models; name another "
+                    "file"
+                )
+            completed.add(index)
     return completed
-
-
-def _index(path: Path, line: bytes, keys: Sequence[str]) -> int:
-    """Which of the requests with these keys a line is of."""
-    try:
-        value = json.loads(line)
-        index, key = value["index"], value["key"]
-    except (ValueError, KeyError) as error:
-        raise SettingError(f"{path} is damaged: {error!r}; name another file") from error
-    if not (type(index) is int and index < len(keys) and keys[index] == key):
-        raise SettingError(
-            f"{path} holds completions of other prompts, settings or models; name another file"
-        )
-    return index
 
 
 def show_summary(face: Face, seconds: float | None) -> None:
@@ -463,9 +459,8 @@ def _sameness(result: PairedRuns) -> Text:
     if result.identical:
         return Text("identical output: yes, token for token", "green")
     if not result.must_match:
-        reason = (
-            "both are draws from the same distribution" if result.lossless else "the rule is lossy"
-        )
+        alike = "both are draws from the same distribution"
+        reason = alike if result.lossless else "the rule is lossy"
         return Text(f"identical output: no, and it need not be: {reason}", "dim")
     lines = Text("identical output: NO", "red" if result.bug else "yellow")
     for number, difference in result.differences.items():

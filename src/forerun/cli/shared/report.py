@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forerun.cli.shared.console import remark
 from forerun.cli.shared.guard import HELD
 from forerun.errors import SettingError
 
@@ -27,6 +29,17 @@ def print_json(value: Any) -> None:
 def save_json(path: str | Path, value: Any) -> None:
     """Write a document to a file."""
     Path(path).write_text(to_text(value) + "\n", encoding="utf-8")
+
+
+def report(
+    document: Any, show: Callable[[], None], as_json: bool, output: str | None = None
+) -> None:
+    """Print a document, or show it to people and say where it was saved."""
+    if as_json:
+        return print_json(document)
+    show()
+    if output is not None:
+        remark(f"saved to {output}")
 
 
 def claim(path: str | None, option: str = "-o", folder: bool = False) -> None:

@@ -206,11 +206,11 @@ def _try(
     results: Results, method: Method, prompts: Sequence[Prompt], active: list[Method]
 ) -> Run | None:
     """One run; a peer that fails leaves `active`. Our own errors are not hidden."""
-    if method.kind != "peer":
-        return method.run(prompts)
     try:
         return method.run(prompts)
     except Exception as error:
+        if method.kind != "peer":
+            raise
         first = " ".join(str(error).split())[:200]
         results.skip(method.name, f"failed on {prompts[0].id}: {type(error).__name__}: {first}")
         active.remove(method)
@@ -219,11 +219,10 @@ def _try(
 
 def _warm_up(results: Results, group: Group, active: list[Method]) -> None:
     short = [
-        replace(p, sampling=replace(
-            p.sampling, max_new_tokens=min(p.sampling.max_new_tokens, WARM_UP)
-        ))
+        replace(p, sampling=replace(p.sampling, max_new_tokens=most))
         for p in group.prompts
-    ]  # fmt: skip
+        for most in [min(p.sampling.max_new_tokens, WARM_UP)]
+    ]
     for method in _able(active, group.batch):
         _try(results, method, short, active)
 

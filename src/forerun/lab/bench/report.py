@@ -12,7 +12,7 @@ import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -61,14 +61,12 @@ def cells(document: Document) -> list[Cell]:
 def against(document: Document, batch: int) -> dict[tuple[str, str], Spread]:
     """Speed of each method over that of each peer, all families together: (method, peer)."""
     groups = [g for key, g in _groups(document).items() if key[0] == batch]
-    peers = [m["name"] for m in methods(document) if m["kind"] == "peer"]
-    own = [m["name"] for m in methods(document) if m["kind"] != "peer"]
+    kinds = {m["name"]: m["kind"] for m in methods(document)}
     out = {}
-    for mine in own:
-        for peer in peers:
-            pairs = [(g[peer], g[mine]) for g in groups if peer in g and mine in g]
-            if pairs:
-                out[mine, peer] = geometric([_pace(a) / _pace(b) for a, b in pairs])
+    for mine, peer in product(kinds, repeat=2):
+        both = [g for g in groups if peer in g and mine in g]
+        if both and kinds[mine] != "peer" == kinds[peer]:
+            out[mine, peer] = geometric([_pace(g[peer]) / _pace(g[mine]) for g in both])
     return out
 
 
@@ -111,9 +109,8 @@ def _change(
     plain = [_pace(a[PLAIN]) / _pace(b[PLAIN]) for a, b in pairs]
     # By what plain decoding did in the same run the machine cancels out.
     relative = seconds if name == PLAIN else [s / p for s, p in zip(seconds, plain, strict=True)]
-    same = [
-        x == y for a, b in pairs for x, y in zip(a[name]["digest"], b[name]["digest"], strict=True)
-    ]
+    texts = [zip(a[name]["digest"], b[name]["digest"], strict=True) for a, b in pairs]
+    same = [x == y for x, y in chain.from_iterable(texts)]
     judged, chance = geometric(relative), by_chance(relative)
     noise = chance >= LEVEL or judged["low"] <= 1 <= judged["high"]
     return {

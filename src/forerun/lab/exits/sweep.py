@@ -139,19 +139,19 @@ def confirm(
             tell(number * len(methods) + step + 1, len(texts) * len(methods))
     out = {}
     for setting, own in zip(settings, runs[1:], strict=True):
-        paces = [(a.pace, b.pace) for a, b in zip(runs[0], own, strict=True) if a.pace and b.pace]
+        pairs = list(zip(runs[0], own, strict=True))
+        paces = [(a.pace, b.pace) for a, b in pairs if a.pace and b.pace]
         if not paces:
             raise SettingError("the texts end within a round; give prompts with longer answers")
-        done = [one.completion for one in own]
-        plain = [one.completion.tokens for one in runs[0]]
         speedup, wall = (geometric([a[i] / b[i] for a, b in paces]) for i in (0, 1))
+        done = [one.completion for one in own]
         tokens, rounds = (sum(getattr(c.stats, n) for c in done) for n in ("tokens", "rounds"))
         out[setting] = {
             "predicted": round(search.score(setting), 4),
             "speedup": speedup,  # on one CPU thread by its own time, else by the wall
             "wall": wall,
             "tokens_per_round": round(tokens / rounds, 4),
-            "same": sum(c.tokens == p for c, p in zip(done, plain, strict=True)),
+            "same": sum(a.completion.tokens == b.completion.tokens for a, b in pairs),
         }
     return dict(sorted(out.items(), key=lambda pair: -pair[1]["speedup"]["mean"]))
 

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,6 +17,7 @@ from forerun.errors import SettingError, UnknownNameError, require
 from forerun.registry import parse
 from forerun.types import FloatArray
 
+T = TypeVar("T")
 SCHEMA = 1
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)  # tokens per row of the passes that are timed
 REPEATS = 25  # timings of each pass
@@ -109,8 +110,9 @@ class CostTable:
                 f"{path} has costs schema {schema!r} and this forerun reads {SCHEMA}; measure again"
             )
         try:
-            cells = tuple(_cell(entry) for entry in entries)
-            spread = tuple(_spread(e["spread"]) for e in entries if e["spread"] is not None)
+            own = [{k: v for k, v in e.items() if k not in ("ratio", "spread")} for e in entries]
+            cells = tuple(_made(Cell, values) for values in own)
+            spread = tuple(_made(Spread, e["spread"]) for e in entries if e["spread"] is not None)
             return cls(cells, dict(document["about"]), spread)
         except (ValueError, KeyError, TypeError) as error:
             raise SettingError(f"{path} is a damaged table of costs: {error!r}") from error
@@ -138,12 +140,10 @@ class CostTable:
         return cls((Cell.synthetic(**values),), {"synthetic": values})
 
 
-def _cell(entry: dict[str, Any]) -> Cell:
-    values = {name: own for name, own in entry.items() if name not in ("ratio", "spread")}
-    levels = tuple(values.pop("levels", ()))
-    return Cell(**{**values, "verify": tuple(map(tuple, values["verify"])), "levels": levels})
+def _made(kind: type[T], values: dict[str, Any]) -> T:
+    """A dataclass of JSON's values, whose lists become tuples."""
+    return kind(**{name: _tuples(value) for name, value in values.items()})
 
 
-def _spread(entry: dict[str, Any]) -> Spread:
-    verify, other = (tuple(map(tuple, entry[name])) for name in ("verify", "other"))
-    return Spread(tuple(entry["draft"]), verify, entry["work"], other)
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun import zoo
-from forerun.controllers import CONTROLLERS, Controller
+from forerun.controllers import CONTROLLERS
 from forerun.errors import UnknownNameError
 from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.spaces import SPACES, Real, Space, Tokens
@@ -67,6 +67,15 @@ class ExportJob:
 
         made: Any = DRAFTERS.make(spec)
         return made.n, made.least if spec.startswith("lookup") else 1
+
+    def search(self, spec: Spec, space: Space, make: Any = None) -> SearchResult:
+        """As `tune.search` on these inputs."""
+        how: dict[str, Any] = {"budget": self.budget, "seed": self.seed}
+        return search(spec, self.trace, self.cell, space=space, make=make, **how)
+
+    @property
+    def by_batch(self) -> list[Cell]:
+        return sorted(self.cells, key=lambda cell: cell.batch)
 
     @property
     def sampled(self) -> bool:
@@ -139,21 +148,18 @@ def _by_batch(
 ) -> Configured:
     """The best fixed length of each batch size that was measured, and `speculative_config` made of
     these and the longest; None if that is 0."""
-    rows = []
-    for cell in sorted(job.cells, key=lambda cell: cell.batch):
-        result = best_fixed(job.trace, cell)
+    rows, results = [], [best_fixed(job.trace, cell) for cell in job.by_batch]
+    for cell, result in zip(job.by_batch, results, strict=True):
         length = CONTROLLERS.make(result.best).length
-        rows.append(
-            {
-                "batch": cell.batch,
-                "num_speculative_tokens": length,
-                "use": "draft" if length else "disable",
-                "speedup_searched": round(result.after, 4),
-            }
-        )
-    lengths = [row["num_speculative_tokens"] for row in rows]
-    config = configured(rows, max(lengths)) if any(lengths) else None
-    specs = tuple(f"fixed(length={length})" for length in lengths)
+        rows.append({
+            "batch": cell.batch,
+            "num_speculative_tokens": length,
+            "use": "draft" if length else "disable",
+            "speedup_searched": round(result.after, 4),
+        })  # fmt: skip
+    longest = max(row["num_speculative_tokens"] for row in rows)
+    config = configured(rows, longest) if longest else None
+    specs = tuple(result.best for result in results)
     return {"speculative_config": config, "per_batch_size": rows}, use, specs
 
 
@@ -228,14 +234,12 @@ def _alike(name: str, config: Mapping[str, Any] | None, best: SearchResult, use:
 def llama_cpp(job: ExportJob) -> Configured:
     """A fixed length, cut where the draft's top probability is low: flags of `llama-server`."""
 
-    def make(values: Mapping[str, Any]) -> Controller:
+    def make(values: Mapping[str, Any]) -> Any:
         # A window held at one length, and the unsure token left out: what its draft loop does.
-        n = values["length"]
-        cut = {"threshold": values["threshold"], "keep": False}
-        controller: Controller = CONTROLLERS.make(
-            Spec("gammatune+", (), {"length": n, "low": n, "high": n, **cut})
+        held = dict.fromkeys(("length", "low", "high"), values["length"])
+        return CONTROLLERS.make(
+            Spec("gammatune+", (), {**held, "threshold": values["threshold"], "keep": False})
         )
-        return controller
 
     result = best_fixed(job.trace, job.cell)
     length = CONTROLLERS.make(result.best).length
@@ -247,7 +251,7 @@ def llama_cpp(job: ExportJob) -> Configured:
         ]
     else:
         base = make({"length": max(length, 1), "threshold": 0.0})
-        result = _search(job, parse(CONTROLLERS.text(base)), THRESHOLD, make)
+        result = job.search(parse(CONTROLLERS.text(base)), THRESHOLD, make)
         best: Any = CONTROLLERS.make(result.best)
         flags = [
             "--spec-type draft-simple",
@@ -258,17 +262,14 @@ def llama_cpp(job: ExportJob) -> Configured:
         ]
         if job.sampled:  # else it drafts greedily, and accepts less
             flags.append("--spec-draft-sampling probabilistic")
-    pays = result.after > 1
     use = (
         f"llama-server -m TARGET.gguf $(grep -v '^#' THIS_FILE)   (speed-up on the prompts "
         f"searched: {max(result.after, 1.0):.2f}); builds before the flags were renamed: "
         "--draft-max, --draft-min, --draft-p-min"
     )
-    return (
-        flags if pays else ["--spec-type none"],
-        use,
-        (result.best if pays else "fixed(length=0)",),
-    )
+    if result.after > 1:
+        return flags, use, (result.best,)
+    return ["--spec-type none"], use, ("fixed(length=0)",)
 
 
 def sglang(job: ExportJob) -> Configured:
@@ -277,7 +278,7 @@ def sglang(job: ExportJob) -> Configured:
     names = "ema_alpha", "update_interval", "warmup_batches", "up_hysteresis", "down_hysteresis"
     slots: dict[str, Any] = {}
     specs = []
-    for cell in sorted(job.cells, key=lambda cell: cell.batch):
+    for cell in job.by_batch:
         spaces = {"sglang-ema": SPACES["sglang-ema"]}
         best, made = _best(replace(job, cell=cell), spaces, copies=True)
         moves = best.name == "sglang-ema"
@@ -343,20 +344,9 @@ def _best(
     `copies`, of the controllers with a space; with the controller."""
     results = [best_fixed(job.trace, job.cell)]
     if copies or job.matched is None:
-        results += [_search(job, parse(name), space) for name, space in spaces.items()]
+        results += [job.search(parse(name), space) for name, space in spaces.items()]
     best = max(results, key=lambda result: result.after)
     return best, CONTROLLERS.make(best.best)
-
-
-def _search(
-    job: ExportJob,
-    spec: Spec,
-    space: Space,
-    make: Callable[[Mapping[str, Any]], Controller] | None = None,
-) -> SearchResult:
-    return search(
-        spec, job.trace, job.cell, budget=job.budget, seed=job.seed, space=space, make=make
-    )
 
 
 def write_exports(files: Sequence[tuple[str, str]], job: ExportJob) -> dict[str, dict[str, Any]]:

@@ -182,14 +182,12 @@ def _sampling(tasks: Sequence[Task]) -> dict[str, Any]:
         plain = {} if f.name == "logit_bias" else f.default
         if all(value == plain for value in values):
             continue
-        by_family = {
-            family: [v for t, v in zip(tasks, values, strict=True) if t.family == family]
-            for family in dict.fromkeys(task.family for task in tasks)
-        }
+        pairs = [(task.family, value) for task, value in zip(tasks, values, strict=True)]
+        first = dict(reversed(pairs))  # each family's first
         if all(value == values[0] for value in values):
             out[f.name] = str(values[0]) if f.name == "logit_bias" else values[0]
-        elif all(value == own[0] for own in by_family.values() for value in own):
-            out[f.name] = {family: own[0] for family, own in by_family.items()}
+        elif all(value == first[family] for family, value in pairs):
+            out[f.name] = {family: first[family] for family, _ in pairs}
         else:
             out[f.name] = f"{values[0]} … {values[-1]}"
     return out
@@ -362,18 +360,13 @@ def _heads(target: Rows, rows: Rows, texts: list[_RecordedText], depth: int) -> 
         count, columns = [len(piece) for piece in fed], both[0].shape[1]
         best = torch.tensor([[*t, *[-1] * (columns - len(t))] for t in truth], device=device)
         drafted, verdicts = torch.zeros_like(best), []
-        for r, text in enumerate(texts):
-            tossed = torch.from_numpy(text.coins[start : start + count[r], :2]).to(device)
-            target_sharp, draft_sharp = (logits[r, : count[r]] for logits in sharp)
-            truth_here = best[r, : count[r]]
-            verdict = _judge(target_sharp, draft_sharp, truth_here, tossed, bool(certain[r]))
-            drafted[r, : count[r]] = verdict["tokens"]
-            verdicts.append(verdict)
-        plain = (
-            shaped
-            if coins is sampler
-            else [coins.shape(logits, texts, outputs, start) for logits in both]
-        )
+        for r, (text, n) in enumerate(zip(texts, count, strict=True)):
+            tossed = torch.from_numpy(text.coins[start : start + n, :2]).to(device)
+            own, drawn, so_far = (values[r, :n] for values in (*sharp, best))
+            verdicts.append(_judge(own, drawn, so_far, tossed, bool(certain[r])))
+            drafted[r, :n] = verdicts[-1]["tokens"]
+        noisy = coins is not sampler
+        plain = [coins.shape(z, texts, outputs, start) for z in both] if noisy else shaped
         best = torch.where(best < 0, shaped[0].argmax(-1), best)
         judged = judged_columns(coins, plain, drafted, best, shaped[1])
         signals = measure(shaped[1], drafted, set(SIGNALS))

@@ -134,18 +134,15 @@ def write_csv(results: Sequence[Mapping[str, Any]], output: str) -> None:
     """Save a row per controller and family; intervals as NAME_low and NAME_high."""
     rows = []
     for result in results:
+        named = {key: result[key] for key in ("controller", "rule") if key in result}
         for family, group in result["families"].items():
-            named = {key: result[key] for key in ("controller", "rule") if key in result}
             row: dict[str, Any] = {**named, "family": family}
             shares = {f"share_of_{k}": v for k, v in group.get("share", {}).items()}
             for key, value in {**group, **shares}.items():
-                if key == "share":
-                    continue
-                if isinstance(value, dict):
-                    row |= {key: value["mean"], f"{key}_low": value["low"]}
-                    row[f"{key}_high"] = value["high"]
-                else:
-                    row[key] = value
+                if key != "share":
+                    many = isinstance(value, dict)
+                    row[key] = value["mean"] if many else value
+                    row |= {f"{key}_{end}": value[end] for end in ("low", "high") if many}
             rows.append(row)
     with open(output, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))

@@ -97,12 +97,12 @@ class Search(Generic[S]):
         """Score what is made of the values tried; `tell` gets how many there were. Values that are
         refused (`SettingError`) count in `refused`."""
         for values, answer in trials:
-            self.trials += 1
             try:
                 answer(self.score(make(values)))
             except SettingError:
                 self.refused += 1
                 answer(None)
+            self.trials += 1
             tell(self.trials)
 
 

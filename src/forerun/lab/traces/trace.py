@@ -24,6 +24,7 @@ KEY = b"forerun.trace"  # key in the file's metadata of a JSON object with `sche
 _PER_PROMPT = {"budget": "budgets", "prompt_tokens": "prompt_tokens"}  # column: field
 _INTS = {"token": "tokens", "matches": "matches", "ends": "ends"}  # column: field, per position
 _RUNS = {"length": "lengths", "stopped_by": "stops"}  # likewise, since schema 2
+_BY_POSITION = {n: n for n in ("draft_tokens", "accept_prob")} | _INTS | _RUNS
 _FIRST = ("target_top1", "target_entropy", "top5_overlap")
 """Of `JUDGED` those that schema 1 has, of a run's first token only."""
 JUDGED = ("ratio", *_FIRST, "gap", "rank", "variation", "target_rank")
@@ -119,23 +120,22 @@ class Trace:
         arrow, parquet = pyarrow_modules()
         inside, file = self.valid, Path(path)
         prompt, position = np.nonzero(inside)
-        values: dict[str, Any] = {
-            "family": arrow.array(self.families).dictionary_encode().take(arrow.array(prompt)),
-            "prompt_id": arrow.array(self.ids).take(arrow.array(prompt)),
-            "prompt": prompt,
-            "position": position,
-            **{name: getattr(self, attr)[prompt] for name, attr in _PER_PROMPT.items()},
-            **{name: getattr(self, attr)[inside] for name, attr in (_INTS | _RUNS).items()},
-            "draft_tokens": self.draft_tokens[inside],
-            "accept_prob": self.accept_prob[inside],
-            **{name: self.signals[name][inside] for name in SIGNALS},
-            **{name: self.judged[name][inside] for name in JUDGED},
+        whose = arrow.array(prompt)
+        named = {
+            "family": arrow.array(self.families).dictionary_encode().take(whose),
+            "prompt_id": arrow.array(self.ids).take(whose),
         }
-        schema = _schema(arrow, self.depth, SCHEMA)
+        texts = {name: getattr(self, attr)[prompt] for name, attr in _PER_PROMPT.items()}
+        runs = {name: getattr(self, attr) for name, attr in _BY_POSITION.items()}
+        runs |= self.signals | self.judged
+        values = {"prompt": prompt, "position": position, **texts}
+        values |= {name: own[inside] for name, own in runs.items()}
+        columns = {
+            name: named[name] if name in named else _column(arrow, values[name], kind)
+            for name, kind in _schema(arrow, self.depth, SCHEMA).items()
+        }
         head = json.dumps({"schema": SCHEMA, "about": self.about}, ensure_ascii=False)
-        table = arrow.table(
-            {name: _column(arrow, values[name], kind) for name, kind in schema.items()}
-        ).replace_schema_metadata({KEY: head.encode()})
+        table = arrow.table(columns).replace_schema_metadata({KEY: head.encode()})
         beside = file.with_name(f".{file.name}.part")
         try:
             parquet.write_table(table, beside, compression="zstd", write_page_checksum=True)
@@ -200,15 +200,10 @@ class Trace:
         )
 
 
-_ARRAYS = (
-    "sizes", "draft_tokens", "accept_prob",
-    *_PER_PROMPT.values(), *_INTS.values(), *_RUNS.values(),
-)  # fmt: skip
-
-
 def _merged(traces: Sequence[Trace], make: Callable[[list[Any]], Any]) -> dict[str, Any]:
     """The arrays of a trace, each made of those of some traces."""
-    out = {name: make([getattr(trace, name) for trace in traces]) for name in _ARRAYS}
+    names = ("sizes", *_PER_PROMPT.values(), *_BY_POSITION.values())
+    out = {name: make([getattr(trace, name) for trace in traces]) for name in names}
     for name in ("signals", "judged"):
         held = [getattr(trace, name) for trace in traces]
         out[name] = {key: make([values[key] for values in held]) for key in held[0]}
@@ -380,8 +375,6 @@ def _schema(arrow: Any, depth: int, version: int) -> dict[str, Any]:
 
 def _column(arrow: Any, values: Any, kind: Any) -> Any:
     """A column of a type; values `(rows, K)` for a list."""
-    if not isinstance(values, np.ndarray):
-        return values
     if values.ndim == 1:
         return arrow.array(values.astype(kind.to_pandas_dtype()))
     flat = arrow.array(values.astype(kind.value_type.to_pandas_dtype()).reshape(-1))
@@ -393,13 +386,8 @@ def _texts(path: str | Path, prompt: IntArray, position: IntArray) -> tuple[IntA
     starts = np.flatnonzero(position == 0)
     sizes = np.diff([*starts, len(position)]).astype(np.int64)
     order = np.repeat(np.arange(len(sizes)), sizes)
-    ordered = (
-        len(position) > 0
-        and len(order) == len(position)
-        and np.array_equal(prompt, order)
-        and np.array_equal(position, np.arange(len(order)) - starts[order])
-    )
-    if not ordered:
+    ordered = len(position) > 0 and np.array_equal(prompt, order)
+    if not (ordered and np.array_equal(position, np.arange(len(order)) - starts[order])):
         raise SettingError(f"{path} is a damaged trace: its positions are not in order")
     return starts, sizes
 

@@ -137,7 +137,6 @@ def search(
     try:
         tell(spec.name, 1, total)
         tried.run(trials, made, lambda done: tell(spec.name, 1 + done, total))
-        tell(spec.name, total, total)
     except KeyboardInterrupt:
         complete = False
     return SearchResult(
