@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from forerun.cli import app
 from forerun.controllers import CONTROLLERS
 from forerun.costs import Costs
-from forerun.lab.traces.ablation import without, worth
+from forerun.lab.traces.tune import without, worth
 from made_traces import random_trace, trace_of
 
 

@@ -32,7 +32,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "record": ("record:record", "Write down what the drafter proposes at every position."),
         "costs": ("costs:costs", "Measure a draft step, target passes by width."),
         "replay": ("replay:replay", "Predict speed, rounds and drafted tokens of controllers."),
-        "ablate": ("ablate:ablate", "Replay a controller without each of its mechanisms."),
+        "ablate": ("replay:ablate", "Replay a controller without each of its mechanisms."),
         "tune": ("tune:tune", "Search the parameters of controllers on a trace."),
         "sweep": ("sweep:app", "Tune a drafter's settings for your model."),
         "lm-eval": (
@@ -46,7 +46,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Train": {
         "train-draft": ("train_draft:train_draft", "Train a draft that belongs to its target."),
-        "write": ("write:write", "Let a target answer prompts, and keep what it wrote."),
+        "write": ("build:write", "Let a target answer prompts, and keep what it wrote."),
         "build-memory": ("build:build_memory", "Make a table of the n-grams that a target wrote."),
         "build-datastore": ("build:build_datastore", "Make a datastore of texts."),
     },
