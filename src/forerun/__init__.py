@@ -30,23 +30,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0.dev0"
 
-_HOMES = {
-    "forerun.controllers": ("CONTROLLERS", "LengthPolicy"),
-    "forerun.drafters": ("DRAFTERS", "Drafter"),
-    "forerun.engine": ("Completion", "Engine", "Event", "Piece", "Round", "Sampling", "Stats"),
-    "forerun.errors": (
-        "ForerunError",
-        "MissingExtraError",
-        "ModelError",
-        "PromptError",
-        "SettingError",
-        "UnknownNameError",
-        "UnsupportedModelError",
-    ),
-    "forerun.model": ("Model", "load"),
-    "forerun.rules": ("RULES", "AcceptanceRule"),
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_HOMES = "errors", "controllers", "rules", "engine", "drafters", "model"
+"""Modules that have the names, in the order in which they are looked in."""
 
 __all__ = [
     "CONTROLLERS",
@@ -76,8 +61,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+    for home in _HOMES if name in __all__ else ():
+        if hasattr(module := import_module(f"forerun.{home}"), name):
+            return getattr(module, name)
     raise AttributeError(f"module 'forerun' has no attribute {name!r}")
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from forerun.checks import between, flag
 from forerun.errors import require
 
 PARTS = {
@@ -15,6 +16,7 @@ PARTS = {
     "variance": "logit_variance",
 }
 """Each weight and the signal it weighs."""
+SMALLEST = 1e-30  # sharpness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +43,14 @@ class Confidence:
     variance: float = 0.0
 
     def __post_init__(self) -> None:
-        weights = {name: getattr(self, name) for name in PARTS}
-        for name, value in weights.items():
-            require(_number(value) and 0 <= value <= 1, name, value, "a number between 0 and 1")
-        total = sum(weights.values())
+        for name in PARTS:
+            between(name, getattr(self, name), 0, 1)
+        total = sum(getattr(self, name) for name in PARTS)
         # Room for weights written as 0.3333 each.
         require(abs(total - 1) < 1e-3, "the sum of the weights", total, f"1 ({', '.join(PARTS)})")
-        good = _number(self.sharpness) and 0 < self.sharpness < math.inf
-        require(good, "sharpness", self.sharpness, "a number > 0")
-        require(isinstance(self.literal, bool), "literal", self.literal, "true or false")
-        good = isinstance(self.normalized, bool)
-        require(good, "normalized", self.normalized, "true or false")
+        between("sharpness", self.sharpness, SMALLEST, 1 / SMALLEST)
+        flag("literal", self.literal)
+        flag("normalized", self.normalized)
 
     @property
     def reads(self) -> frozenset[str]:
@@ -81,7 +80,3 @@ class Confidence:
             spread = signals["logit_variance"]
             parts.append(self.variance * (spread / (1 + spread)))
         return sum(parts[1:], start=parts[0])
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.errors import MissingExtraError, SettingError, require
+from forerun.errors import SettingError, optional, require
 
 if TYPE_CHECKING:
     from forerun.model import Model
@@ -101,15 +101,14 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> None:
-        try:
-            from llguidance.hf import from_tokenizer
-        except ImportError as error:
-            raise MissingExtraError.of("llguidance", "grammar") from error
+        self._lib = optional("llguidance", "grammar")
+        self._matcher = self._lib.LLMatcher
         self._eos = tuple(sorted(eos))
         require(bool(self._eos), "end-of-text ids", self._eos, "at least one, for a constraint")
         try:
             size = max(vocab_size, len(tokenizer))
-            self._tokenizer = from_tokenizer(tokenizer, size, list(self._eos))
+            wrap = optional("llguidance.hf", "grammar").from_tokenizer
+            self._tokenizer = wrap(tokenizer, size, list(self._eos))
         except Exception as error:
             raise SettingError(f"constraints need a fast tokenizer: {_line(error)}") from error
 
@@ -121,44 +120,34 @@ class Grammars:
     def json(self, schema: Mapping[str, Any] | str | None = None) -> Grammar:
         """JSON of a schema (a mapping, or JSON itself), without space around it; None: any object.
         `SettingError` if it is none, or uses what is not supported."""
-        from llguidance import LLMatcher
-
         given = {"type": "object"} if schema is None else schema
         text = given if isinstance(given, str) else json.dumps(given)
         try:
             json.loads(text)
-            grammar = LLMatcher.grammar_from_json_schema(text, overrides=COMPACT)
+            grammar = self._matcher.grammar_from_json_schema(text, overrides=COMPACT)
         except (ValueError, RecursionError) as error:
             raise SettingError(f"the schema cannot be read: {_line(error)}") from error
         return self._compile("json", grammar)
 
     def regex(self, pattern: str) -> Grammar:
         """All of a regular expression (Rust's syntax); `SettingError` if it is none."""
-        from llguidance import LLMatcher
-
-        return self._compile("regex", LLMatcher.grammar_from_regex(pattern))
+        return self._compile("regex", self._matcher.grammar_from_regex(pattern))
 
     def choice(self, texts: Sequence[str]) -> Grammar:
         """One of some texts; `SettingError` if there are none."""
-        from llguidance import LLMatcher
-
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise SettingError("a choice needs texts, none of them empty")
         lark = "start: " + " | ".join(json.dumps(text) for text in texts)
-        return self._compile("choice", LLMatcher.grammar_from_lark(lark))
+        return self._compile("choice", self._matcher.grammar_from_lark(lark))
 
     def lark(self, grammar: str) -> Grammar:
         """A grammar in llguidance's dialect of Lark, with a rule `start`; `SettingError` if it is
         none."""
-        from llguidance import LLMatcher
-
-        return self._compile("lark", LLMatcher.grammar_from_lark(grammar))
+        return self._compile("lark", self._matcher.grammar_from_lark(grammar))
 
     def _compile(self, kind: str, grammar: str) -> Grammar:
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(step_max_items=ITEMS)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        limits = self._lib.LLParserLimits(step_max_items=ITEMS)
+        matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise SettingError(f"the {kind} constraint is wrong: {_line(matcher.get_error())}")
         return Grammar(kind, matcher, self._eos)

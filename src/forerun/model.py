@@ -29,7 +29,6 @@ from forerun.engine.shared import SharedEngine
 from forerun.errors import ForerunWarning, GenerationError, SettingError, UnknownNameError, require
 from forerun.languages import DecoderOpening, opening
 from forerun.prompts import Reader, answering, encode, read, split
-from forerun.registry import Spec, parse
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, load_tokenizer
 from forerun.runtime.drafts import own_draft
@@ -407,8 +406,7 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     if isinstance(draft, str):
         name = text.partition("(")[0].strip()
         if name in DRAFTERS:
-            spec = parse(text)
-            return DRAFTERS.make(Spec(spec.name, spec.args, spec.kwargs))
+            return DRAFTERS.make(text)
         if "(" in text or ("/" not in text and name.isalpha() and len(name) < 12):
             raise UnknownNameError.among("drafter (nor a model folder)", name, DRAFTERS.names())
     return ModelDraft(text)

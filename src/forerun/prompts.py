@@ -17,7 +17,7 @@ import numpy as np
 from forerun import chat
 from forerun.checks import encodable
 from forerun.errors import ForerunError, PromptError, SettingError, UnknownNameError, require
-from forerun.requests import Sampling
+from forerun.requests import Sampling, check_length
 
 BUILTIN, ALL = "builtin", "all"  # names of the shipped prompts, and of all their families
 CONTENTS = "prompt", "source", "tokens", "messages", "turns"  # keys of what a line goes on from
@@ -244,14 +244,9 @@ class Reader:
             read(turn, "a turn")
         if prompt.source and not self.encodes:
             raise SettingError('"source" is for models with an encoder; write "prompt"')
-        if not ids:
-            raise PromptError("the prompt is empty; give at least one token of text")
-        if len(ids) >= self.limit:
-            what = "encoder reads" if self.encodes else "context holds"
-            most = self.limit - self.encodes
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens and the {what} {most}; shorten the prompt"
-            )
+        reads = "encoder reads" if self.encodes else "context holds"
+        reason = f"{reads} {self.limit - self.encodes}"
+        check_length("prompt", len(ids), self.limit - 1, reason)
         text: Any = prompt.content
         talk = self.wrap
         if not isinstance(text, str):

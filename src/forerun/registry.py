@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib.metadata import entry_points
@@ -47,15 +48,10 @@ _ESCAPE = re.compile(
     r"\\(x[\da-fA-F]{2}|u[\da-fA-F]{4}|U00(?:0[\da-fA-F]|10)[\da-fA-F]{4}|.)", re.DOTALL
 )
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
-_WORDS: dict[str, Any] = {
-    "True": True,
-    "False": False,
-    "None": None,
-    "true": True,
-    "false": False,
-    "none": None,
-}
-_WORDS["inf"] = math.inf
+_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None, "inf": math.inf}
+_WORDS |= {str(value): value for value in _WORDS.values()}
+Tokens = deque[tuple[str, str]]
+"""Kinds and texts of what is not read yet."""
 
 
 def parse(text: str) -> Spec:
@@ -67,64 +63,66 @@ def parse(text: str) -> Spec:
     Raises:
         SettingError: the text is not a spec; the place is named.
     """
-    tokens: list[tuple[str, str, int]] = []
+    tokens: Tokens = deque()
     at = 0
     while text[at:].strip():
         match = _TOKEN.match(text, at)
         if not match:
             raise SettingError(f"cannot read {text!r} at {text[at:]!r}; write NAME or NAME(key=1)")
         kind = match.lastgroup or ""
-        tokens.append((kind, match.group(kind), match.start(kind)))
+        tokens.append((kind, match.group(kind)))
         at = match.end()
-    spec, rest = _spec(tokens, text)
-    if rest:
-        raise SettingError(f"cannot read {text!r} after {text[: rest[0][2]]!r}")
+    spec = _spec(tokens, text)
+    if tokens:
+        raise SettingError(f"cannot read {text!r} after {spec}: there is {tokens[0][1]!r}")
     return spec
 
 
-def _spec(tokens: list[tuple[str, str, int]], text: str) -> tuple[Spec, list[Any]]:
+def _took(tokens: Tokens, mark: str) -> bool:
+    """Whether the next token is this one, which is taken away then."""
+    found = bool(tokens) and tokens[0][1] == mark
+    if found:
+        tokens.popleft()
+    return found
+
+
+def _spec(tokens: Tokens, text: str) -> Spec:
     if not tokens or tokens[0][0] != "name":
         raise SettingError(f"expected a name in {text!r}; write NAME or NAME(key=1)")
-    name, rest = tokens[0][1], tokens[1:]
+    name = tokens.popleft()[1]
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    if rest and rest[0][1] == "(":
-        rest = rest[1:]
-        while rest and rest[0][1] != ")":
-            key = None
-            if len(rest) > 1 and rest[0][0] == "name" and rest[1][1] == "=":
-                key, rest = rest[0][1], rest[2:]
-            value, rest = _value(rest, text)
-            if key is None and kwargs:
-                raise SettingError(f"in {text!r} an unnamed setting follows a named one")
+    closed = not _took(tokens, "(") or _took(tokens, ")")
+    while not closed:
+        if len(tokens) > 1 and tokens[0][0] == "name" and tokens[1][1] == "=":
+            key = tokens.popleft()[1]
+            tokens.popleft()
             if key in kwargs:
                 raise SettingError(f"in {text!r} the setting {key!r} is given twice")
-            if key is None:
-                args.append(value)
-            else:
-                kwargs[key] = value
-            if rest and rest[0][1] == ",":
-                rest = rest[1:]
-            elif not rest or rest[0][1] != ")":
-                break
-        if not rest or rest[0][1] != ")":
+            kwargs[key] = _value(tokens, text)
+        elif kwargs:
+            raise SettingError(f"in {text!r} an unnamed setting follows a named one")
+        else:
+            args.append(_value(tokens, text))
+        more = _took(tokens, ",")
+        closed = _took(tokens, ")")
+        if not (more or closed):
             raise SettingError(f"missing ')' in {text!r}")
-        rest = rest[1:]
-    return Spec(name, tuple(args), kwargs), rest
+    return Spec(name, tuple(args), kwargs)
 
 
-def _value(tokens: list[tuple[str, str, int]], text: str) -> tuple[Any, list[Any]]:
+def _value(tokens: Tokens, text: str) -> Any:
     if not tokens:
         raise SettingError(f"missing value at the end of {text!r}")
-    kind, word, _ = tokens[0]
+    kind, word = tokens[0]
+    if kind not in ("string", "number"):
+        called = len(tokens) > 1 and tokens[1][1] == "("
+        spec = _spec(tokens, text)
+        return spec if called else _WORDS.get(word, spec)
+    tokens.popleft()
     if kind == "string":
-        return _ESCAPE.sub(_unescaped, word[1:-1]), tokens[1:]
-    if kind == "number":
-        return (int if word.lstrip("+-").isdecimal() else float)(word), tokens[1:]
-    followed = len(tokens) > 1 and tokens[1][1] == "("
-    if kind == "name" and word in _WORDS and not followed:
-        return _WORDS[word], tokens[1:]
-    return _spec(tokens, text)
+        return _ESCAPE.sub(_unescaped, word[1:-1])
+    return (int if word.lstrip("+-").isdecimal() else float)(word)
 
 
 def _unescaped(match: re.Match[str]) -> str:
@@ -179,7 +177,8 @@ class Registry:
                 raise SettingError(f"a {self.kind} must be {expected}, got {spec!r}")
             return spec
         cls = self.load(spec.name)
-        names = [f.name for f in fields(cls) if f.init] if is_dataclass(cls) else []
+        known = {f.name: f for f in fields(cls) if f.init}
+        names = list(known)
         for key in spec.kwargs:
             if key not in names:
                 raise UnknownNameError.among(f"setting of {self.kind} {spec.name!r}", key, names)
@@ -189,26 +188,15 @@ class Registry:
         if twice := values.keys() & spec.kwargs.keys():
             raise SettingError(f"{spec.name!r} got {sorted(twice)[0]!r} twice in {spec}")
         values.update(spec.kwargs)
-        required = [
-            f.name
-            for f in fields(cls)
-            if f.init and f.default is MISSING and f.default_factory is MISSING
-        ]
-        for key in required:
-            if key not in values:
+        for key, f in known.items():
+            if key not in values and f.default is MISSING and f.default_factory is MISSING:
                 raise SettingError(f"{spec.name!r} needs {key!r}; write {spec.name}({key}=...)")
-        words = {f.name for f in fields(cls) if f.type in (str, "str")}
-        settings = {key: self._setting(value, key in words) for key, value in values.items()}
+            if isinstance(value := values.get(key), Spec):  # text without quotes, or a part
+                values[key] = str(value) if f.type in (str, "str") else self.make(value)
         try:
-            return cls(**settings)
+            return cls(**values)
         except TypeError as error:
             raise SettingError(f"cannot build {spec}: {error}") from error
-
-    def _setting(self, value: Any, word: bool) -> Any:
-        """A setting's value: text may be written without quotes, parts are built."""
-        if not isinstance(value, Spec):
-            return value
-        return str(value) if word else self.make(value)
 
     def text(self, part: Any) -> str:
         """The spec of an instance, with only the settings that differ from their defaults."""

@@ -278,15 +278,14 @@ class Request:
             SettingError: stop strings without a tokenizer, an unusable token id, or a rule that
                 cannot serve this sampling or this drafter.
         """
-        count = len(self.prompt)
-        if not count:
-            raise PromptError("the prompt is empty; give at least one token of text")
-        if self.scores is not None:
-            self._check_scored(limit, source_limit)
-        elif count >= limit:
-            raise PromptError(
-                f"the prompt has {count} tokens and the context holds {limit}; shorten the prompt"
-            )
+        if self.scores is None:
+            check_length("prompt", len(self.prompt), limit - 1, f"context holds {limit}")
+        elif source_limit is not None:
+            raise SettingError("an encoder-decoder model scores no text without its source")
+        elif not 2 <= (count := len(self.prompt)) <= limit:
+            raise PromptError(f"a text of 2 to {limit} tokens can be scored; this one has {count}")
+        else:
+            require(self.scores >= 0, "top", self.scores, "≥ 0")
         _check_ids("prompt", self.prompt, vocab_size)
         if self.prediction:
             _check_ids("prediction", self.prediction, vocab_size)
@@ -305,14 +304,6 @@ class Request:
         if self.logprobs is not None:
             require(0 <= self.logprobs <= vocab_size, "logprobs", self.logprobs, "≥ 0")
         self._check_rule(tells)
-
-    def _check_scored(self, limit: int, source_limit: int | None) -> None:
-        count = len(self.prompt)
-        if source_limit is not None:
-            raise SettingError("an encoder-decoder model scores no text without its source")
-        if not 2 <= count <= limit:
-            raise PromptError(f"a text of 2 to {limit} tokens can be scored; this one has {count}")
-        require((self.scores or 0) >= 0, "top", self.scores, "≥ 0")
 
     def _check_rule(self, tells: bool) -> None:
         from forerun.rules import RULES
@@ -337,13 +328,16 @@ class Request:
             raise SettingError("a source is for encoder-decoder targets; this one has no encoder")
         if source is None:
             raise SettingError("this target has an encoder: give the text that it reads as source")
-        if not source:
-            raise PromptError("the source is empty; give at least one token of text")
-        if len(source) > limit:
-            raise PromptError(
-                f"the source has {len(source)} tokens and the encoder reads {limit}; shorten it"
-            )
+        check_length("source", len(source), limit, f"encoder reads {limit}")
         _check_ids("source", source, vocab_size)
+
+
+def check_length(what: str, count: int, most: int, reason: str) -> None:
+    """Raise `PromptError` unless a prompt or source has 1 to `most` tokens."""
+    if not count:
+        raise PromptError(f"the {what} is empty; give at least one token of text")
+    if count > most:
+        raise PromptError(f"the {what} has {count} tokens and the {reason}; shorten the {what}")
 
 
 def _check_ids(what: str, ids: Sequence[int], vocab_size: int) -> None:

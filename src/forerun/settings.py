@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,7 @@ class Settings:
 
     def to_json(self) -> str:
         """The text of the file."""
-        texts = {name: getattr(self, name) for name in _TEXTS}
-        value = {"schema": SCHEMA, **texts, "about": dict(self.about)}
+        value = {"schema": SCHEMA, **asdict(self)}
         return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2)
 
 

@@ -11,12 +11,7 @@ if TYPE_CHECKING:
     from forerun.engine.results import Completion, Event, Logprob, Piece, Round, Stats
     from forerun.requests import Request, Sampling
 
-_HOMES = {
-    "forerun.engine.loop": ("Engine",),
-    "forerun.engine.results": ("Completion", "Event", "Logprob", "Piece", "Round", "Stats"),
-    "forerun.requests": ("Request", "Sampling"),
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_HOMES = "forerun.requests", "forerun.engine.results", "forerun.engine.loop"
 
 __all__ = [
     "Completion",
@@ -32,6 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    for home in _HOMES if name in __all__ else ():
+        if hasattr(module := import_module(home), name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

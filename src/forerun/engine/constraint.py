@@ -76,14 +76,13 @@ class Place:
         """How many tokens of a draft are allowed, one after the other; this needs no mask."""
         end = next((i for i, token in enumerate(draft) if token in self._eos), len(draft))
         self._begin(output)
-        try:
-            with self._timed():
-                if not self._follow([*output, *draft[:end]]):
-                    return max(len(self._at) - len(output), 0)
-                return end + (end < len(draft) and self._matcher.complete())
-        except Exception as error:  # of anybody's constraint
-            self.error = error
-            return 0
+        good = 0
+        with self._guarded():
+            if self._follow([*output, *draft[:end]]):
+                good = end + (end < len(draft) and self._matcher.complete())
+            else:
+                good = max(len(self._at) - len(output), 0)
+        return 0 if self.error else good
 
     def prepare(self, output: Sequence[int], draft: Sequence[int]) -> None:
         """Compute the masks that `restrict` wants next, while a pass runs."""
@@ -94,12 +93,10 @@ class Place:
 
     def forced(self, output: Sequence[int]) -> list[int]:
         self._begin(output)
-        try:
-            with self._timed():
-                return list(self._matcher.forced()) if self._follow(output) else []
-        except Exception as error:
-            self.error = error
-            return []
+        forced: Sequence[int] = ()
+        with self._guarded():
+            forced = self._matcher.forced() if self._follow(output) else ()
+        return [] if self.error else list(forced)
 
     def _begin(self, output: Sequence[int]) -> None:
         """A new round begins where the text has grown."""
@@ -114,19 +111,13 @@ class Place:
         if kept < len(output):
             self._masks = {n: mask for n, mask in self._masks.items() if n <= kept}
             self._text = list(output)
-        mask = self._masks.get(len(output))
-        if mask is None:
-            try:
-                with self._timed():
-                    if not self._follow(output):
-                        return None
-                    mask = self._masks[len(output)] = self._compute()
-            except Exception as error:  # of anybody's constraint
-                self.error = error
-                return None
+        if len(output) not in self._masks:
+            with self._guarded():
+                if self._follow(output):
+                    self._masks[len(output)] = self._compute()
             if len(self._masks) > KEPT:
                 del self._masks[next(iter(self._masks))]
-        return mask
+        return None if self.error else self._masks.get(len(output))
 
     def _compute(self) -> NDArray[np.bool_]:
         mask = np.zeros(self._vocab, dtype=np.bool_)
@@ -137,16 +128,20 @@ class Place:
         return mask
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Count the processor time of what is done here; `SettingError` if it was too much."""
+    def _guarded(self) -> Iterator[None]:
+        """Count the processor time of what is done here: too much is an error, too."""
         began = time.thread_time()
-        yield
+        try:
+            yield
+        except Exception as error:  # of anybody's constraint
+            self.error = error
+            return
         took = time.thread_time() - began
         self.took += took
         self._seconds += max(took - QUICK, 0)
         self._step_seconds += took * (self._computed > FREE)
         if self._step_seconds > STEP_SECONDS or self._seconds > TOTAL_SECONDS:
-            raise SettingError(
+            self.error = SettingError(
                 f"the constraint takes too long: {self._step_seconds * 1e3:.0f} ms in one round, "
                 f"{self._seconds:.1f} s in all; make its rules less ambiguous"
             )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -141,23 +141,20 @@ def judge(
     groups: dict[AcceptanceRule, list[int]] = {}
     for row in judged:
         groups.setdefault(rows[row].request.rule, []).append(row)
-    out: Judgements = {}
-    for rule, members in groups.items():
-        whole = len(members) == len(rows)
+
+    def ask(rule: AcceptanceRule, members: list[int]) -> Judgements:
         try:
-            if whole:
+            if len(members) == len(rows):
                 verdict = rule.judge(draft, target, uniforms)
             else:
                 verdict = rule.judge(draft.take(members), target.take(members), uniforms[members])
-            out.update(_per_row(rows, verdict, members, proposal, logits, wanted))
-        except Exception:  # one of them is to blame: each by itself
-            for row in members:
-                try:
-                    verdict = rule.judge(draft.take([row]), target.take([row]), uniforms[[row]])
-                    out.update(_per_row(rows, verdict, [row], proposal, logits, wanted))
-                except Exception as error:
-                    out[row] = error
-    return out
+            return _per_row(rows, verdict, members, proposal, logits, wanted)
+        except Exception as error:  # one of them is to blame: each by itself
+            if len(members) == 1:
+                return {members[0]: error}
+            return dict(chain.from_iterable(ask(rule, [row]).items() for row in members))
+
+    return dict(chain.from_iterable(ask(*group).items() for group in groups.items()))
 
 
 def _unsound(row: Row, accepted: int, excluded: bool) -> Exception:

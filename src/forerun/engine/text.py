@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -242,15 +242,7 @@ class StopStrings:
             at, self.met = min(places)
             self._held = ""
             return text[:at]
-        held = max(
-            (
-                n
-                for stop in self._stops
-                for n in range(min(len(stop) - 1, len(text)), 0, -1)
-                if text.endswith(stop[:n])
-            ),
-            default=0,
-        )
+        held = begun(text, self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -258,6 +250,16 @@ class StopStrings:
         """What was held back: the text ended without a stop string."""
         held, self._held = self._held + text, ""
         return held
+
+
+def begun(text: str, wholes: Iterable[str]) -> int:
+    """How many characters at the end of a text may be the beginning of one of these.
+
+    >>> begun("so<|en", ["<|end|>", "n!"])
+    4
+    """
+    ends = (n for whole in wholes for n in range(1, len(whole)) if text.endswith(whole[:n]))
+    return max(ends, default=0)
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

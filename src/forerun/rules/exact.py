@@ -28,17 +28,15 @@ class Exact(AcceptanceRule):
 
     def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Compare with the arg-max; `uniforms` is not read."""
-        if (row := sampled_row(target)) is not None:
-            raise SettingError(
-                f"rule 'exact' needs temperature 0, got a sampling request in row {row}; "
-                "use rule 'standard'"
-            )
+        refuse_coins(target, "rule 'exact' needs temperature 0, got a sampling request")
         return match_greedy(draft, target.logits)
 
 
-def sampled_row(target: Target) -> int | None:
-    """The first row for which the arg-max is not the only token, if any."""
-    return None if target.greedy.all() else [bool(row) for row in target.greedy].index(False)
+def refuse_coins(target: Target, why: str) -> None:
+    """Raise `SettingError` if in some row the arg-max is not the only token."""
+    if not target.greedy.all():
+        row = [bool(greedy) for greedy in target.greedy].index(False)
+        raise SettingError(f"{why} in row {row}; use rule 'standard'")
 
 
 def match_greedy(draft: Draft, logits: Array) -> Verdict:

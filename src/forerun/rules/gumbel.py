@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from forerun.errors import SettingError
 from forerun.rules.base import AcceptanceRule
-from forerun.rules.exact import match_greedy, sampled_row
+from forerun.rules.exact import match_greedy, refuse_coins
 from forerun.types import Array, Draft, Target, Verdict
 
 
@@ -28,9 +27,5 @@ class Gumbel(AcceptanceRule):
 
     def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Compare with the arg-max; `uniforms` is not read."""
-        if (row := sampled_row(target)) is not None:
-            raise SettingError(
-                "rule 'gumbel' judges logits that hold a request's noise, and a sampling request "
-                f"in row {row} has none; use rule 'standard'"
-            )
+        refuse_coins(target, "rule 'gumbel' judges logits that hold noise, and there is none")
         return match_greedy(draft, target.logits)

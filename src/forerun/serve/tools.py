@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.chat import CallFormat
+from forerun.engine.text import begun
 from forerun.serve.errors import bad, unsupported
 from forerun.serve.protocol import ChatRequest, NamedTool
 from forerun.serve.structure import asked
@@ -189,12 +190,12 @@ class CallReader:
         rest, openings = self._rest, self._first
         places = [(at, opening) for opening in openings if (at := rest.find(opening)) >= 0]
         if self._anywhere:
-            ends = [n for o in openings for n in range(1, len(o)) if rest.endswith(o[:n])]
+            held = begun(rest, openings)
         else:  # a call is at the beginning, or there is none
             places = [place for place in places if not (place[0] or self._texts)]
-            begun = any(opening.startswith(rest) for opening in openings)
-            ends = [len(rest)] if begun and not self._texts else []
-        at, opening = min(places, default=(len(rest) - max(ends, default=0), ""))
+            begins = any(opening.startswith(rest) for opening in openings)
+            held = len(rest) if begins and not self._texts else 0
+        at, opening = min(places, default=(len(rest) - held, ""))
         self._rest = rest[at + len(opening) :]
         if at:
             self._texts = True
