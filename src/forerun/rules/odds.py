@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -64,20 +65,42 @@ class Weighed:
     """`(rows, K)` token that is struck out of the target's distribution first, −1 for none."""
 
 
-@dataclass(frozen=True, eq=False)
 class Odds:
-    """The two models' word on one draft. Everything is over the `K` drafted positions."""
+    """The two models' word on one draft. Everything is over the `K` drafted positions.
 
-    draft: Draft
-    """Its tokens and lengths; its distributions are in `draft_probs` and `raw_draft`."""
-    target: Target
-    """Which rows are greedy, and what they spent; its logits are in `logits` and `raw`."""
-    parent: Odds | None = None
-    """The odds that these were taken from, and"""
-    places: tuple[Array, ...] | None = None
-    """the rows and positions of these there."""
-    recorded: Mapping[str, Array] = field(default_factory=dict)
-    """`(rows, K)` signals and `top5_overlap` of a trace, which holds no logits."""
+    Args:
+        draft: its tokens and lengths; its distributions are in `draft_probs` and `raw_draft`.
+        target: which rows are greedy, and what they spent; its logits are in `logits` and `raw`.
+        parent: the odds that these were taken from, and
+        places: the rows and positions of these there.
+        recorded: `(rows, K)` signals and `top5_overlap` of a trace, which holds no logits.
+    """
+
+    def __init__(
+        self,
+        draft: Draft,
+        target: Target,
+        parent: Odds | None = None,
+        places: tuple[Array, ...] | None = None,
+        recorded: Mapping[str, Array] = MappingProxyType({}),
+    ) -> None:
+        self.draft, self.target, self.parent, self.places = draft, target, parent, places
+        self.recorded, self.width = recorded, draft.tokens.shape[1]
+        self.lib: Any = library(draft.tokens)  # numpy or torch, whose arrays these are
+        self.dtype = probability_type(target.logits)  # what probabilities are computed in
+        self.row: Array = numbers(len(draft.tokens), draft.tokens)[:, None]  # `(rows, 1)`, and
+        self.place: Array = numbers(self.width, draft.tokens)  # `(K,)`: their numbers
+        self.all_greedy = bool(target.greedy.all())  # whether every row decodes greedily, or
+        self.some_greedy = bool(target.greedy.any())  # any
+        of = parent or self
+        self.certain: bool = draft.probs is None if of is self else of.certain
+        """Whether the drafted tokens were, so that the draft has no probabilities."""
+        same = target.raw is None or target.raw is target.logits
+        self.untouched: bool = same if of is self else of.untouched
+        """Whether the target's processed logits are those at temperature 1."""
+        unshaped = not self.certain and draft.raw is None
+        self.untouched_draft: bool = unshaped if of is self else of.untouched_draft
+        """Whether the draft's processed distribution is that at temperature 1."""
 
     def take(self, where: Array) -> Odds:
         """The positions where `(rows, K)` is true, in order, as rows of one token each."""
@@ -90,9 +113,6 @@ class Odds:
             self,
             places,
             {name: values[places][:, None] for name, values in self.recorded.items()},
-        )
-        here.__dict__.update(
-            certain=self.certain, untouched=self.untouched, untouched_draft=self.untouched_draft
         )
         for name in self.__dict__.keys() & CARRIED:
             here.__dict__[name] = here.at(self.__dict__[name])
@@ -108,21 +128,6 @@ class Odds:
     def of_tokens(self, values: Array, tokens: Array) -> Array:
         """Of `(rows, K, V)` values those of `(rows, K)` tokens."""
         return values[self.row, self.place, tokens]
-
-    @cached_property
-    def row(self) -> Array:
-        """`(rows, 1)` their numbers."""
-        return numbers(len(self.draft.tokens), self.draft.tokens)[:, None]
-
-    @cached_property
-    def place(self) -> Array:
-        """`(K,)` numbers of the positions."""
-        return numbers(self.width, self.draft.tokens)
-
-    @cached_property
-    def lib(self) -> Any:
-        """numpy or torch, whose arrays these are."""
-        return library(self.draft.tokens)
 
     @cached_property
     def logits(self) -> Array:
@@ -158,43 +163,9 @@ class Odds:
         return _there(self.draft.raw)
 
     @cached_property
-    def certain(self) -> bool:
-        """Whether the drafted tokens were, so that the draft has no probabilities."""
-        return self.draft.probs is None
-
-    @cached_property
-    def untouched(self) -> bool:
-        """Whether the target's processed logits are those at temperature 1."""
-        return self.target.raw is None or self.target.raw is self.target.logits
-
-    @cached_property
-    def untouched_draft(self) -> bool:
-        """Whether the draft's processed distribution is that at temperature 1."""
-        return not self.certain and self.draft.raw is None
-
-    @property
-    def width(self) -> int:
-        return self.draft.tokens.shape[1]
-
-    @cached_property
-    def dtype(self) -> Any:
-        """What probabilities are computed in."""
-        return probability_type(self.target.logits)
-
-    @cached_property
-    def all_greedy(self) -> bool:
-        """Whether every row decodes greedily."""
-        return bool(self.target.greedy.all())
-
-    @cached_property
     def greedy(self) -> Array:
         """`(rows, 1)` bool, on the device."""
         return beside(self.target.greedy, self.draft.tokens)[:, None]
-
-    @cached_property
-    def some_greedy(self) -> bool:
-        """Whether any row decodes greedily."""
-        return bool(self.target.greedy.any())
 
     @cached_property
     def spent(self) -> tuple[Array, Array]:
