@@ -100,7 +100,7 @@ def test_a_tie_that_a_penalty_makes_is_seen_through_the_penalty() -> None:
 
 def test_a_tie_at_the_edge_of_a_truncation_is_one() -> None:
     """By noise token 2 is far ahead of 1, where top-k keeps it; 3 is as likely as it."""
-    from forerun.engine.noise import Noise, stream
+    from forerun.engine.sampling import Noise, stream
 
     seed = next(s for s in range(99) if _drawn(Noise(stream(s, [0]))) == 2)
     how = Sampling(temperature=1.0, top_k=2, seed=seed)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import forerun
 from forerun import zoo
-from forerun.engine.bans import bans
+from forerun.engine.constraint import bans
 from forerun.engine.sampling import Sampler
 from forerun.errors import ForerunWarning, SettingError
 from forerun.requests import Sampling

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.engine.noise import MOST_KEPT, Noise, stream
+from forerun.engine.sampling import MOST_KEPT, Noise, stream
 from forerun.requests import Sampling
 
 PLACES, V = 20_000, 7

@@ -10,8 +10,8 @@ import torch
 from forerun.controllers import CONTROLLERS
 from forerun.drafters.model import ModelDrafter
 from forerun.engine import Engine, Request, Sampling
+from forerun.engine.judging import ALONE, BESIDE
 from forerun.engine.prefixes import Prefixes
-from forerun.engine.scoring import ALONE, BESIDE
 from forerun.errors import PromptError, SettingError
 from forerun.rules import RULES
 from forerun.testing import ScriptedModel, engine
@@ -89,7 +89,7 @@ def test_texts_share_one_part_of_a_pass_first_come_first_served() -> None:
 
 
 def test_parts_are_smaller_where_logits_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.engine.scoring.LOGITS", 2 * V * 10)
+    monkeypatch.setattr("forerun.engine.judging.LOGITS", 2 * V * 10)
     target, made = build()
     made.submit(Request.to_score(text(60), 0))
     made.submit(writing([1]))

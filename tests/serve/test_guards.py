@@ -14,8 +14,7 @@ from forerun.checks import size
 from forerun.drafters.none import NullDrafter
 from forerun.errors import SettingError
 from forerun.serve.config import Config
-from forerun.serve.connections import loading
-from forerun.serve.run import bind, warm_up
+from forerun.serve.run import bind, loading, warm_up
 from forerun.testing import ScriptedModel
 from serve.conftest import VOCAB, Held, running
 

@@ -15,7 +15,7 @@ from http.client import HTTPResponse
 import httpx2
 import pytest
 
-from forerun.engine.scoring import ALONE, BESIDE
+from forerun.engine.judging import ALONE, BESIDE
 from serve.conftest import eventually
 
 BODY = {"prompt": [3], "max_tokens": 200, "temperature": 0}

@@ -16,20 +16,27 @@ import torch
 from forerun.controllers.base import Controller
 from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal
-from forerun.engine import scoring
-from forerun.engine.bans import bans, split_stops
-from forerun.engine.constraint import Place, sit_out
+from forerun.engine.constraint import Place, bans, sit_out, split_stops
 from forerun.engine.drafting import RoundContext
 from forerun.engine.endings import draft_limit, reading
-from forerun.engine.judging import Judgements, RowVerdict, compare, judge, overrule
+from forerun.engine.judging import (
+    Judgements,
+    RowVerdict,
+    bound_scored,
+    compare,
+    judge,
+    note_scored,
+    overrule,
+    read_scored,
+    with_scored,
+)
 from forerun.engine.leaves import attached, follow, follow_shaped
 from forerun.engine.lengths import Lengths, Memory
 from forerun.engine.meter import Meter
-from forerun.engine.prediction import PredictionCursor
 from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.reporting import NOTHING, Pass, event, lap_of, round_of
 from forerun.engine.results import Completion, Event, FinishReason
-from forerun.engine.row import Row
+from forerun.engine.row import PredictionCursor, Row
 from forerun.engine.sampling import Sampler
 from forerun.engine.text import Detokenizer, StopStrings
 from forerun.errors import SettingError, require
@@ -324,7 +331,7 @@ class Engine:
         for row in waiting:
             unread[row] = 0
         if self._scoring:
-            scoring.bound(self._rows, unread, self.target.vocab_size)
+            bound_scored(self._rows, unread, self.target.vocab_size)
         upto = list(map(add, lengths, reading(unread, CHUNK)))
         counters = [dict(self.drafter.counters(r)) for r in range(len(self._rows))]
         ready = list(map(eq, upto, texts))
@@ -384,7 +391,7 @@ class Engine:
             attached(pieces, wanted, leaves) if leaves else (pieces, wanted, ())
         )
         if self._scoring:
-            counts = scoring.wanted(rows, grown, counts)
+            counts = with_scored(rows, grown, counts)
         elif self._compares and self._sampler.trivial:
             signals = NO_SIGNALS if self._only_compares else frozenset({LOGITS})
             best = self.target.best(grown, counts, signals, parents)
@@ -398,7 +405,7 @@ class Engine:
         masks = self._masks(proposal, wanted) if self._constrained else None
         logits = self.target.feed(grown, counts, parents)
         if self._scoring:
-            scoring.read(rows, grown, logits)
+            read_scored(rows, grown, logits)
         if masks is not None:
             masks.result()
         if not any(wanted):
@@ -428,7 +435,7 @@ class Engine:
             return out
         out = judge(rows, proposal, logits, self._sampler, wanted)
         if self._scores:
-            scoring.note(rows, proposal, logits, out)
+            note_scored(rows, proposal, logits, out)
         return out
 
     def _masks(self, proposal: Proposal, wanted: Sequence[int]) -> Future[None]:

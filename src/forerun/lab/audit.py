@@ -20,8 +20,7 @@ import torch
 
 from forerun.controllers import Controller
 from forerun.engine import Sampling
-from forerun.engine.noise import Noise
-from forerun.engine.sampling import Sampler
+from forerun.engine.sampling import Noise, Sampler
 from forerun.engine.text import common
 from forerun.errors import PromptError, SettingError, require
 from forerun.lab.bench.peers import Peer

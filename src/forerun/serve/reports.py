@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from forerun.engine import Completion, Logprob, Round, Stats
-from forerun.serve.policy import Policy
+from forerun.serve.plans import Policy
 
 FLOOR = -9999.0  # what stands for minus infinity, which JSON does not have
 

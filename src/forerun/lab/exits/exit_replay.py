@@ -20,8 +20,7 @@ import torch
 from forerun.costs import Costs
 from forerun.drafters.specbound import temperature
 from forerun.engine import Sampling
-from forerun.engine.noise import Noise
-from forerun.engine.sampling import Sampler
+from forerun.engine.sampling import Noise, Sampler
 from forerun.errors import SettingError
 from forerun.lab.traces.replay import replay
 from forerun.lab.traces.results import Rounds

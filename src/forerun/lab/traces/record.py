@@ -29,9 +29,8 @@ from forerun.checks import whole
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
 from forerun.engine import Completion, Sampling
-from forerun.engine.bans import split_stops
-from forerun.engine.noise import Noise, stream
-from forerun.engine.sampling import Sampler
+from forerun.engine.constraint import split_stops
+from forerun.engine.sampling import Noise, Sampler, stream
 from forerun.errors import PromptError, require
 from forerun.lab.provenance import identity, machine
 from forerun.lab.traces.trace import JUDGED, SIGNALS, Trace, concatenate, text_trace
