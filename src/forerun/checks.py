@@ -4,14 +4,59 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from numbers import Real
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from forerun.errors import PromptError, SettingError, require
 
 Bytes = Annotated[int, "bytes"]  # a number of bytes, which options take as text: see `size`
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Within:
+    """Of a setting's annotation: between which numbers it is; a whole number has no upper bound."""
+
+    low: float
+    high: float = 1
+
+
+Share = Annotated[float, Within(0)]
+Whole = Annotated[int, Within(0)]
+Count = Annotated[int, Within(1)]
+
+
+def check(part: Any) -> None:
+    """Raise `SettingError` unless the settings of a dataclass are what their annotations say: one
+    of the words of a `Literal`, true or false, a number `Within` bounds; or None where it may be.
+    """
+    for name, hint in _hints(part.__class__).items():
+        value = getattr(part, name)
+        if type(None) in get_args(hint):
+            hint = get_args(hint)[0] if value is not None else None
+        kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if get_origin(kind) is Literal:
+            choice(name, value, get_args(kind))
+        elif kind is bool:
+            flag(name, value)
+        for bound in bounds:
+            if kind is int:
+                whole(name, value, int(bound.low))
+            else:
+                between(name, value, bound.low, bound.high)
+
+
+@cache
+def _hints(part: type[Any]) -> dict[str, Any]:
+    """Of the settings; none of somebody's own class whose types are behind `TYPE_CHECKING`."""
+    try:
+        hints = get_type_hints(part, include_extras=True)
+    except NameError:
+        return {}
+    return {name: hint for name, hint in hints.items() if name in part.__dataclass_fields__}
 
 
 def whole(name: str, value: object, low: int = 0) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from forerun.checks import between, flag
+from forerun.checks import Share, Within, check
 from forerun.errors import require
 
 PARTS = {
@@ -16,7 +16,6 @@ PARTS = {
     "variance": "logit_variance",
 }
 """Each weight and the signal it weighs."""
-SMALLEST = 1e-30  # sharpness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,23 +33,19 @@ class Confidence:
     Reference: CM-ASD, §III.B (1).
     """
 
-    entropy: float = 1 / 3
-    margin: float = 1 / 3
-    softmax: float = 1 / 3
-    sharpness: float = 1.0
+    entropy: Share = 1 / 3
+    margin: Share = 1 / 3
+    softmax: Share = 1 / 3
+    sharpness: Annotated[float, Within(1e-30, 1e30)] = 1.0
     literal: bool = False
     normalized: bool = True
-    variance: float = 0.0
+    variance: Share = 0.0
 
     def __post_init__(self) -> None:
-        for name in PARTS:
-            between(name, getattr(self, name), 0, 1)
+        check(self)
         total = sum(getattr(self, name) for name in PARTS)
         # Room for weights written as 0.3333 each.
         require(abs(total - 1) < 1e-3, "the sum of the weights", total, f"1 ({', '.join(PARTS)})")
-        between("sharpness", self.sharpness, SMALLEST, 1 / SMALLEST)
-        flag("literal", self.literal)
-        flag("normalized", self.normalized)
 
     @property
     def reads(self) -> frozenset[str]:

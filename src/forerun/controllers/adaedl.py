@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from forerun.checks import between, flag, whole
+from forerun.checks import Share, Whole, Within
 from forerun.controllers.base import Threshold
 from forerun.controllers.elementwise import clip, maximum, select, sqrt, where
 from forerun.types import RoundOutcome
@@ -41,26 +41,19 @@ class AdaEDL(Threshold):
     update, are those of Draft & Verify (Zhang et al. 2023).
     """
 
-    threshold: float = 0.6
-    factor: float = 0.2
-    target: float = 0.9
-    epsilon: float = 0.01
-    beta1: float = 0.5
-    beta2: float = 0.9
-    length: int = 20
+    threshold: Share = 0.6
+    factor: Annotated[float, Within(0, 10)] = 0.2
+    target: Share = 0.9
+    epsilon: Share = 0.01
+    beta1: Share = 0.5
+    beta2: Share = 0.9
+    length: Whole = 20
     keep: bool = True
 
     summary: ClassVar[str] = "stop by an entropy bound, adapted to a wanted acceptance rate"
     paper: ClassVar[str] = "Agrawal et al. 2024 (AdaEDL)"
     bibtex: ClassVar[str] = "adaedl2024 zhang2023"
     signal: ClassVar[str] = "entropy"
-
-    def __post_init__(self) -> None:
-        for name in ("threshold", "target", "epsilon", "beta1", "beta2"):
-            between(name, getattr(self, name), 0, 1)
-        between("factor", self.factor, 0, 10)
-        whole("length", self.length)
-        flag("keep", self.keep)
 
     def start(self, certain: bool = True, before: Any = None) -> AdaEDLState:
         return AdaEDLState(float(self.threshold), float(self.target))

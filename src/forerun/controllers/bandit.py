@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from forerun.checks import between, choice, whole
+from forerun.checks import Count, Whole, Within
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import log, maximum, picked, sqrt, where
 from forerun.errors import require
 from forerun.types import FloatArray, IntArray, RoundOutcome
 
-POLICIES = ("ucb", "thompson")
-REWARDS = ("throughput", "accepted", "blend")
 BLEND = 0.5
 DELTA = 0.5  # as the proof of BanditSpec's Theorem 4.3 takes it
 
@@ -53,27 +51,21 @@ class Bandit(LengthPolicy):
     Reference: Hou et al. 2025, "BanditSpec", Algorithm 4 and §6.2; Sridhar et al. 2025, "TapOut".
     """
 
-    policy: str = "ucb"
-    reward: str = "throughput"
-    low: int = 1
-    high: int = 9
-    stride: int = 2
-    explore: float = 0.25
-    seed: int = 0
+    policy: Literal["ucb", "thompson"] = "ucb"
+    reward: Literal["throughput", "accepted", "blend"] = "throughput"
+    low: Count = 1
+    high: Count = 9
+    stride: Count = 2
+    explore: Annotated[float, Within(0, 1000)] = 0.25
+    seed: Whole = 0
 
     summary: ClassVar[str] = "a bandit (UCB or Thompson) over a few fixed lengths"
     paper: ClassVar[str] = "Hou et al. 2025 (BanditSpec); Sridhar et al. 2025 (TapOut)"
     bibtex: ClassVar[str] = "banditspec2025 tapout2025"
 
     def __post_init__(self) -> None:
-        choice("policy", self.policy, POLICIES)
-        choice("reward", self.reward, REWARDS)
-        whole("low", self.low, 1)
-        whole("high", self.high, 1)
+        super().__post_init__()
         require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
-        whole("stride", self.stride, 1)
-        between("explore", self.explore, 0, 1000)
-        whole("seed", self.seed)
 
     @cached_property
     def arms(self) -> tuple[int, ...]:

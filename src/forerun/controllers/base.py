@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import field
 from typing import Any, ClassVar, NamedTuple
 
+from forerun.checks import check
 from forerun.controllers.elementwise import where
 from forerun.types import RoundOutcome, Token
 
@@ -49,6 +50,9 @@ class LengthPolicy(Controller, ABC):
 
     stops_early: ClassVar[bool] = False
     """Whether `step` and `trim` are called. A draft that nobody looks into may run in one go."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def signals(self, certain: bool) -> frozenset[str]:
         """Fields of `Token` that it reads; it is shown no others.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forerun.checks import whole
+from forerun.checks import Whole
 from forerun.controllers.base import LengthPolicy, Wrapper
 from forerun.controllers.elementwise import maximum, minimum
 from forerun.errors import require
@@ -27,8 +27,8 @@ class Bounded(Wrapper):
     """
 
     inner: LengthPolicy
-    low: int = 0
-    high: int | None = None
+    low: Whole = 0
+    high: Whole | None = None
 
     summary: ClassVar[str] = "another policy's length, clipped to a range"
 
@@ -39,9 +39,8 @@ class Bounded(Wrapper):
             self.inner,
             "a length policy; a governor like auto has `high` of its own",
         )
-        whole("low", self.low)
+        super().__post_init__()
         if self.high is not None:
-            whole("high", self.high)
             require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
 
     def limit(self, state: Any) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from forerun.checks import between, whole
+from forerun.checks import Count, Share, Within
 from forerun.controllers.base import Chance, Forecaster, Outlook
 from forerun.controllers.elementwise import (
     clip,
@@ -72,23 +72,19 @@ class Calibrated(Forecaster):
     al. 2026, "DSpark", §3.2 (survival).
     """
 
-    high: int = 20
-    acceptance: float = 0.8
-    damping: float = 50
-    window: float = 100
-    threshold: float = 0.4
+    high: Count = 20
+    acceptance: Share = 0.8
+    damping: Annotated[float, Within(0, 1e9)] = 50
+    window: Annotated[float, Within(1, 1e9)] = 100
+    threshold: Share = 0.4
 
     summary: ClassVar[str] = "stop when a rejection is likely, by probabilities calibrated online"
     paper: ClassVar[str] = "vLLM 2026; Cheng et al. 2026 (DSpark)"
     bibtex: ClassVar[str] = "dspark2026"
 
     def __post_init__(self) -> None:
-        whole("high", self.high, 1)
-        between("acceptance", self.acceptance, 0, 1)
-        between("damping", self.damping, 0, 1e9)
+        super().__post_init__()
         require(self.damping > 0, "damping", self.damping, "above 0, or nothing holds the start")
-        between("window", self.window, 1, 1e9)
-        between("threshold", self.threshold, 0, 1)
 
     def signals(self, certain: bool) -> frozenset[str]:
         """The probability of the most likely token."""

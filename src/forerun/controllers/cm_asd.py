@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from forerun.checks import between, flag, whole
+from forerun.checks import Count, Share
 from forerun.confidence import Confidence
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import clip, floor, maximum, where
@@ -53,9 +53,9 @@ class CMASD(Confidence, LengthPolicy):
     Reference: CM-ASD, §III.B (1) and (b).
     """
 
-    alpha: float = 0.7
-    low: int = 1
-    high: int = 12
+    alpha: Share = 0.7
+    low: Count = 1
+    high: Count = 12
     two_pass: bool = False
     stops_early: ClassVar[bool] = True
 
@@ -65,12 +65,8 @@ class CMASD(Confidence, LengthPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        between("alpha", self.alpha, 0, 1)
         require(self.alpha > 0, "alpha", self.alpha, "above 0")
-        whole("low", self.low, 1)
-        whole("high", self.high, 1)
         require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
-        flag("two_pass", self.two_pass)
 
     def signals(self, certain: bool) -> frozenset[str]:
         return self.reads

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from forerun.checks import between, flag, whole
+from forerun.checks import Count, Share, Within
 from forerun.controllers.base import Persistent
 from forerun.controllers.calibrated import log_odds
 from forerun.controllers.elementwise import entry, floor, largest, where
@@ -48,11 +48,11 @@ class ExLlamaConfidence(Persistent):
     (turboderp-org).
     """
 
-    confidence: float = 0.4
-    decay: float = 0.995
-    least: float = 8
-    burn_in: float = 64
-    high: int = 4
+    confidence: Share = 0.4
+    decay: Share = 0.995
+    least: Annotated[float, Within(0, 1e9)] = 8
+    burn_in: Annotated[float, Within(0, 1e9)] = 64
+    high: Count = 4
     persistent: bool = True
 
     summary: ClassVar[str] = "stop when a rejection is likely, by bins of confidence counted online"
@@ -61,13 +61,8 @@ class ExLlamaConfidence(Persistent):
     stops_early: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        between("confidence", self.confidence, 0, 1)
-        between("decay", self.decay, 0, 1)
-        between("least", self.least, 0, 1e9)
+        super().__post_init__()
         require(self.least > 0, "least", self.least, "above 0, or an empty bin is believed")
-        between("burn_in", self.burn_in, 0, 1e9)
-        whole("high", self.high, 1)
-        flag("persistent", self.persistent)
 
     def signals(self, certain: bool) -> frozenset[str]:
         """The probability of the most likely token."""

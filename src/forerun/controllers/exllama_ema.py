@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from forerun.checks import between, whole
+from forerun.checks import Count, Share, Within
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import ceil, clip, where
 from forerun.errors import require
@@ -41,28 +41,24 @@ class ExLlamaEMA(LengthPolicy):
     Reference: `dynamic_draft_tokens` in exllamav3, `generator/generator.py` (turboderp-org).
     """
 
-    length: int = 4
-    alpha_up: float = 1.3
-    alpha_down: float = 0.65
-    skip_ema: float = 0.3
-    probe: int = 2
-    probe_interval: int = 16
-    high: int = 4
+    length: Count = 4
+    alpha_up: Annotated[float, Within(0, 2)] = 1.3
+    alpha_down: Share = 0.65
+    skip_ema: Annotated[float, Within(0, 1000)] = 0.3
+    probe: Count = 2
+    probe_interval: Count = 16
+    high: Count = 4
 
     summary: ClassVar[str] = "just above the accepted tokens; rest where none are accepted"
     paper: ClassVar[str] = "turboderp 2026 (exllamav3)"
     bibtex: ClassVar[str] = "exllamav3"
 
     def __post_init__(self) -> None:
-        for name in ("length", "probe", "probe_interval", "high"):
-            whole(name, getattr(self, name), 1)
+        super().__post_init__()
         require(self.length <= self.high, "length", self.length, f"at most high={self.high}")
-        between("alpha_up", self.alpha_up, 0, 2)
-        between("alpha_down", self.alpha_down, 0, 1)
         for name in ("alpha_up", "alpha_down"):
             value = getattr(self, name)
             require(value > 0, name, value, "above 0, or the average never moves")
-        between("skip_ema", self.skip_ema, 0, 1000)
 
     def start(self, certain: bool = True, before: Any = None) -> ExLlamaEMAState:
         # A start below `skip_ema` rests like any other average: the first probe is due later.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from forerun.checks import whole
+from forerun.checks import Whole
 from forerun.controllers.base import LengthPolicy, State
 
 
@@ -24,14 +24,11 @@ class FixedLength(LengthPolicy):
     3
     """
 
-    length: int = 5
+    length: Whole = 5
 
     summary: ClassVar[str] = "the same speculation length every round"
     paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
     bibtex: ClassVar[str] = "leviathan2023 chen2023"
-
-    def __post_init__(self) -> None:
-        whole("length", self.length)
 
     def limit(self, state: State) -> int:
         return self.length

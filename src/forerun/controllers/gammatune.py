@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from forerun.checks import between, choice, flag, whole
+from forerun.checks import Count, Share, Within
 from forerun.controllers.base import Persistent
 from forerun.controllers.elementwise import ceil, clip, maximum, where
 from forerun.errors import require
 from forerun.types import RoundOutcome, Stop
 
-EARLY_STOP = ("update", "expand", "skip")
-EXPAND = ("average", "next")
 _LIMIT = int(Stop.LIMIT)  # numpy is slow with enumerations
 
 
@@ -29,29 +27,22 @@ class GammaTuneState(NamedTuple):
 class Window(Persistent):
     """What `GammaTune` and `GammaTunePlus` do between rounds."""
 
-    length: int = 7
-    eta: float = 0.3
-    delta: float = 4
-    low: int = 1
-    high: int = 24
+    length: Count = 7
+    eta: Share = 0.3
+    delta: Annotated[float, Within(0, 1000)] = 4
+    low: Count = 1
+    high: Count = 24
     literal: bool = False
-    early_stop: str = "expand"
-    expand: str = "average"
+    early_stop: Literal["update", "expand", "skip"] = "expand"
+    expand: Literal["average", "next"] = "average"
     persistent: bool = False
 
     def __post_init__(self) -> None:
-        between("eta", self.eta, 0, 1)
+        super().__post_init__()
         require(self.eta > 0, "eta", self.eta, "above 0, or the window never moves")
-        between("delta", self.delta, 0, 1000)
-        for name in ("length", "low", "high"):
-            whole(name, getattr(self, name), 1)
         low, high = self.low, self.high
         require(low <= high, "low", low, f"at most high={high}")
         require(low <= self.length <= high, "length", self.length, f"in {low}..{high}")
-        flag("literal", self.literal)
-        choice("early_stop", self.early_stop, EARLY_STOP)
-        choice("expand", self.expand, EXPAND)
-        flag("persistent", self.persistent)
 
     def first(self) -> GammaTuneState:
         return GammaTuneState(float(self.length))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from forerun.checks import between, flag
+from forerun.checks import Share
 from forerun.controllers.base import Threshold
 from forerun.controllers.gammatune import GammaTuneState, Window
 
@@ -35,18 +35,13 @@ class GammaTunePlus(Window, Threshold):
     Reference: Gautam et al. 2025, "Token-Driven GammaTune", §4.2.
     """
 
-    threshold: float = 0.3
+    threshold: Share = 0.3
     keep: bool = True
 
     summary: ClassVar[str] = "gammatune, and stop when the drafter's top probability is low"
     paper: ClassVar[str] = "Gautam et al. 2025 (GammaTune+)"
     bibtex: ClassVar[str] = "gammatune2025"
     signal: ClassVar[str] = "top1"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("threshold", self.threshold, 0, 1)
-        flag("keep", self.keep)
 
     def sure(self, state: GammaTuneState, signal: float) -> bool:
         """Whether the drafter was sure enough of its newest token."""

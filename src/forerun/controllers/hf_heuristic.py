@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from forerun.checks import flag, whole
+from forerun.checks import Count, Whole
 from forerun.controllers.base import Persistent
 from forerun.controllers.elementwise import maximum, minimum, where
 from forerun.errors import require
@@ -38,11 +38,11 @@ class HFHeuristic(Persistent):
     Gautam et al. 2025.
     """
 
-    length: int = 20
-    up: int = 2
-    down: int = 1
-    low: int = 1
-    high: int = 64
+    length: Count = 20
+    up: Whole = 2
+    down: Whole = 1
+    low: Count = 1
+    high: Count = 64
     persistent: bool = False
 
     summary: ClassVar[str] = "all accepted: γ + 2, otherwise γ − 1 (transformers' heuristic)"
@@ -50,14 +50,10 @@ class HFHeuristic(Persistent):
     bibtex: ClassVar[str] = "gante2023"
 
     def __post_init__(self) -> None:
-        for name in ("up", "down"):
-            whole(name, getattr(self, name))
-        for name in ("length", "low", "high"):
-            whole(name, getattr(self, name), 1)
+        super().__post_init__()
         require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
         inside = self.low <= self.length <= self.high
         require(inside, "length", self.length, f"between low={self.low} and high={self.high}")
-        flag("persistent", self.persistent)
 
     def first(self) -> HFHeuristicState:
         return HFHeuristicState(self.length)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from forerun.checks import between, flag, whole
+from forerun.checks import Share, Whole, Within
 from forerun.controllers.base import Persistent, Threshold
 from forerun.controllers.elementwise import anywhere, largest, where
 from forerun.types import BoolArray, FloatArray, RoundOutcome
@@ -45,23 +45,16 @@ class HFThreshold(Persistent, Threshold):
     al. 2024; the baseline "Assistant-Threshold" of Gautam et al. 2025.
     """
 
-    threshold: float = 0.4
+    threshold: Share = 0.4
     dynamic: bool = False
-    length: int = 20
-    history: int = 512
+    length: Whole = 20
+    history: Annotated[int, Within(MORE_SAMPLES_THAN + 1)] = 512
     persistent: bool = False
 
     summary: ClassVar[str] = "stop when the drafted token's probability falls below a threshold"
     paper: ClassVar[str] = "Mamou et al. 2024; Gante 2023 (transformers)"
     bibtex: ClassVar[str] = "mamou2024 gante2023"
     signal: ClassVar[str] = "chosen"
-
-    def __post_init__(self) -> None:
-        between("threshold", self.threshold, 0, 1)
-        flag("dynamic", self.dynamic)
-        whole("length", self.length)
-        whole("history", self.history, MORE_SAMPLES_THAN + 1)
-        flag("persistent", self.persistent)
 
     def first(self) -> HFThresholdState:
         kept = self.history if self.dynamic else 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from forerun.checks import between, whole
+from forerun.checks import Count, Share, Whole, Within
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import maximum, minimum, picked, where
 from forerun.errors import require
@@ -48,33 +48,28 @@ class SGLangEMA(LengthPolicy):
     Reference: `AdaptiveStepSlot` in SGLang, `speculative/adaptive_spec_params.py`.
     """
 
-    length: int = 5
+    length: Whole = 5
     candidate_steps: str = "1,3,5,7"
-    ema_alpha: float = 0.2
-    update_interval: int = 5
-    warmup_batches: int = 10
-    up_hysteresis: float = 0.0
-    down_hysteresis: float = -0.25
+    ema_alpha: Share = 0.2
+    update_interval: Count = 5
+    warmup_batches: Whole = 10
+    up_hysteresis: Annotated[float, Within(-10, 10)] = 0.0
+    down_hysteresis: Annotated[float, Within(-10, 10)] = -0.25
 
     summary: ClassVar[str] = "one step beyond the accepted tokens, in tiers, changed slowly"
     paper: ClassVar[str] = "SGLang 2026 (adaptive speculative decoding)"
     bibtex: ClassVar[str] = "sglang2026"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         text = self.candidate_steps
         wanted = "rising whole numbers separated by commas"
         good = isinstance(text, str) and all(s.strip().isdecimal() for s in text.split(","))
         require(good, "candidate_steps", text, wanted)
         steps = list(self.steps)
         require(steps == sorted(set(steps)), "candidate_steps", text, wanted)
-        whole("length", self.length)
         require(self.length in steps, "length", self.length, f"one of {text}")
-        between("ema_alpha", self.ema_alpha, 0, 1)
         require(self.ema_alpha > 0, "ema_alpha", self.ema_alpha, "above 0, or nothing is learned")
-        whole("update_interval", self.update_interval, 1)
-        whole("warmup_batches", self.warmup_batches)
-        for name in ("up_hysteresis", "down_hysteresis"):
-            between(name, getattr(self, name), -10, 10)
 
     @cached_property
     def steps(self) -> tuple[int, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from forerun.checks import between, whole
+from forerun.checks import Share, Whole, Within
 from forerun.controllers.base import Chance, Forecaster, Outlook, mechanism
 from forerun.controllers.elementwise import largest, select, sigmoid, where
 from forerun.types import RoundOutcome, Token
@@ -71,20 +71,14 @@ class Survival(Forecaster):
     Reference: ours; the stopping rule is that of Huang et al. 2024, SpecDec++.
     """
 
-    threshold: float = 0.4
-    length: int = 24
-    weight: float = mechanism(4.0, off=1e9)
-    carried: float = mechanism(0.5, off=0.0)
+    threshold: Share = 0.4
+    length: Whole = 24
+    weight: Annotated[float, Within(0, 1e9)] = mechanism(4.0, off=1e9)
+    carried: Annotated[float, Within(0)] = mechanism(0.5, off=0.0)
 
     summary: ClassVar[str] = "stop when a rejection is likely, by confidence and what was kept"
     paper: ClassVar[str] = "Huang et al. 2024 (SpecDec++)"
     bibtex: ClassVar[str] = "specdecpp2024"
-
-    def __post_init__(self) -> None:
-        between("threshold", self.threshold, 0, 1)
-        whole("length", self.length)
-        between("weight", self.weight, 0, 1e9)
-        between("carried", self.carried, 0, 1)
 
     def signals(self, certain: bool) -> frozenset[str]:
         """The margin, and by coins the probability of the drafted token."""

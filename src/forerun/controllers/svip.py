@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from forerun.checks import between, flag, whole
+from forerun.checks import Whole, Within
 from forerun.controllers.base import State, Threshold
 from forerun.controllers.elementwise import maximum, sqrt
 
@@ -29,21 +29,15 @@ class SVIP(Threshold):
     [True, False]
     """
 
-    threshold: float = 0.3
-    factor: float = 0.15
-    length: int = 40
+    threshold: Annotated[float, Within(0, 10)] = 0.3
+    factor: Annotated[float, Within(0, 10)] = 0.15
+    length: Whole = 40
     keep: bool = True
 
     summary: ClassVar[str] = "stop when the entropy of the draft distribution is high"
     paper: ClassVar[str] = "Zhang et al. 2024 (SVIP)"
     bibtex: ClassVar[str] = "svip2024"
     signal: ClassVar[str] = "entropy"
-
-    def __post_init__(self) -> None:
-        between("threshold", self.threshold, 0, 10)
-        between("factor", self.factor, 0, 10)
-        whole("length", self.length)
-        flag("keep", self.keep)
 
     def limit(self, state: State) -> int:
         return self.length

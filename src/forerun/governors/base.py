@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from forerun.checks import between, whole
+from forerun.checks import Count, Within, check
 from forerun.controllers.base import Chance, Controller, Forecaster, Outlook
 from forerun.costs import Costs
 from forerun.errors import require
@@ -101,9 +101,9 @@ class Governor(Controller, ABC):
     """
 
     policy: Forecaster
-    cost: float | None = None
-    slope: float | None = None
-    high: int = 32
+    cost: Annotated[float, Within(0, 1e9)] | None = None
+    slope: Annotated[float, Within(0, 1000)] | None = None
+    high: Count = 32
 
     name: ClassVar[str] = ""
     signals: ClassVar[frozenset[str]] = frozenset()
@@ -112,12 +112,9 @@ class Governor(Controller, ABC):
     def __post_init__(self) -> None:
         good = isinstance(self.policy, Forecaster)
         require(good, "policy", self.policy, "one that forecasts, like survival")
+        check(self)
         if self.cost is not None:
-            between("cost", self.cost, 0, 1e9)
             require(self.cost > 0, "cost", self.cost, "above 0: a draft step costs something")
-        if self.slope is not None:
-            between("slope", self.slope, 0, 1000)
-        whole("high", self.high, 1)
 
     @cached_property
     def given(self) -> Costs | None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from operator import gt
 from typing import ClassVar, NamedTuple
 
-from forerun.checks import whole
+from forerun.checks import Whole
 from forerun.controllers.base import Chance, Forecaster, mechanism
 from forerun.controllers.survival import Survival
 from forerun.costs import Costs
@@ -74,13 +74,9 @@ class Renewal(Governor):
     most: float = mechanism(1.0, off=1e9)
     prior: float = mechanism(4.0, off=1e9)
     carried: float = mechanism(0.5, off=0.0)
-    leaves: int = 0
+    leaves: Whole = 0
 
     summary: ClassVar[str] = "draft on while the next token is worth more than its time"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole("leaves", self.leaves)
 
     @property
     def signals(self) -> frozenset[str]:  # type: ignore[override]

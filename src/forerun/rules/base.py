@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from forerun.arrays import at_least, at_most, finite, numbers, one_hot, put, sample, softmax
+from forerun.checks import check
 from forerun.errors import require
 from forerun.rules.odds import Odds, Weighed
 from forerun.types import Array, Draft, Target, Verdict
@@ -57,6 +58,9 @@ class AcceptanceRule(ABC):
     takes_leaves: ClassVar[bool] = False
     """Whether, where a drafted token is rejected, the draft's second choice may be judged, too: it
     is kept if it is the target's arg-max, or in rows that toss coins by `second_draw`."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @property
     def has_bonus(self) -> bool:
@@ -208,6 +212,7 @@ class WrappedRule(PositionRule):
     lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         good = isinstance(self.rule, PositionRule) and not self.rule.lossless
         require(good, "rule", self.rule, "a lossy rule that decides position by position")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from forerun.checks import between
+from forerun.checks import Share
 from forerun.rules.base import WrappedRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.types import Array
@@ -24,13 +24,9 @@ class Budget(WrappedRule):
     0.02
     """
 
-    drift: float = 0.01
+    drift: Share = 0.01
 
     summary: ClassVar[str] = "another rule, while its mean drift stays within a budget"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("drift", self.drift, 0, 1)
 
     def weigh(self, odds: Odds) -> Weighed:
         """The inner rule's opinion where the budget allows it, `standard`'s elsewhere."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from forerun.arrays import cast
-from forerun.checks import between, choice, whole
+from forerun.checks import Within
 from forerun.confidence import Confidence
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
@@ -36,22 +36,15 @@ class CMASDRule(Confidence, PositionRule):
     Reference: CM-ASD, §III.B (c).
     """
 
-    mode: str = "prose"
-    top: int = 3
-    tau: float = 0.1
-    gamma: float = 0.4
+    mode: Literal["prose", "formula"] = "prose"
+    top: Annotated[int, Within(1)] = 3
+    tau: Annotated[float, Within(0, 100)] = 0.1
+    gamma: Annotated[float, Within(0, 100)] = 0.4
 
     summary: ClassVar[str] = "keep near-best tokens, by a margin that follows the confidence"
     paper: ClassVar[str] = "Sen et al. 2025 (CM-ASD)"
     bibtex: ClassVar[str] = "cmasd2025"
     lossless: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        choice("mode", self.mode, ("prose", "formula"))
-        whole("top", self.top, 1)
-        between("tau", self.tau, 0, 100)
-        between("gamma", self.gamma, 0, 100)
 
     @property
     def reads_draft(self) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from forerun.checks import between, choice, flag
+from forerun.checks import Share
 from forerun.rules.base import PositionRule
 from forerun.rules.odds import Odds, View, Weighed
 from forerun.types import Array
@@ -29,8 +29,8 @@ class EARS(PositionRule):
     Reference: EARS, §3.1 to §3.3; probabilities are those after the sampling transform.
     """
 
-    beta: float = 0.1
-    correction: str = "residual"
+    beta: Share = 0.1
+    correction: Literal["residual", "target"] = "residual"
     excluded: bool = False
 
     summary: ClassVar[str] = "standard, with a tolerance where the target is unsure"
@@ -38,11 +38,6 @@ class EARS(PositionRule):
     bibtex: ClassVar[str] = "ears2025"
     lossless: ClassVar[bool] = False
     matches_greedy: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        between("beta", self.beta, 0, 1)
-        choice("correction", self.correction, ("residual", "target"))
-        flag("excluded", self.excluded)
 
     def weigh(self, odds: Odds) -> Weighed:
         residual = self.correction == "residual"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
 from forerun.arrays import cast, put, softmax
-from forerun.checks import between, choice, flag, whole
-from forerun.errors import require
+from forerun.checks import Share, Within
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.rules.spec_verification import SLACK
@@ -44,30 +43,19 @@ class EASD(PositionRule):
     Reference: Su et al. 2025 (EASD), §3 and Algorithm 1.
     """
 
-    entropy: float = 2.0
-    overlap: float = 0.8
-    n: int = 5
-    correction: str = "target"
+    entropy: Annotated[float, Within(0, math.inf)] = 2.0
+    overlap: Share = 0.8
+    n: Annotated[int, Within(1)] = 5
+    correction: Literal["target", "residual"] = "target"
     draft_entropy: bool = True
-    bonus: str = "off"
-    penalty: str = "drafted"
+    bonus: Literal["off", "untested"] = "off"
+    penalty: Literal["drafted", "top"] = "drafted"
     processed: bool = False
 
     summary: ClassVar[str] = "standard, but reject what both models are unsure of"
     paper: ClassVar[str] = "Su et al. 2025 (EASD)"
     bibtex: ClassVar[str] = "easd2025"
     lossless: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        good = isinstance(self.entropy, (int, float)) and not isinstance(self.entropy, bool)
-        require(good and self.entropy >= 0, "entropy", self.entropy, "a number ≥ 0, in nats")
-        between("overlap", self.overlap, 0, 1)
-        whole("n", self.n, 1)
-        choice("correction", self.correction, ("target", "residual"))
-        flag("draft_entropy", self.draft_entropy)
-        choice("bonus", self.bonus, ("off", "untested"))
-        choice("penalty", self.penalty, ("drafted", "top"))
-        flag("processed", self.processed)
 
     @property
     def has_bonus(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from forerun.checks import between
+from forerun.checks import Share
 from forerun.rules.base import PositionRule
 from forerun.rules.odds import Odds, Weighed
 
@@ -22,16 +22,13 @@ class Ensemble(PositionRule):
     `transformers`.
     """
 
-    weight: float = 0.9
+    weight: Share = 0.9
 
     summary: ClassVar[str] = "sample from a mixture of target and draft"
     paper: ClassVar[str] = "Wang et al. 2026 (DIVERSED)"
     bibtex: ClassVar[str] = "diverse2026"
     lossless: ClassVar[bool] = False
     matches_greedy: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        between("weight", self.weight, 0, 1)
 
     def weigh(self, odds: Odds) -> Weighed:
         """`min(1, 1 − w + w·target/draft)`."""

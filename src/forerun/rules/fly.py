@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from forerun.arrays import by_torch, cast, entropy, softmax
-from forerun.checks import between, whole
+from forerun.checks import Within
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.types import Array
@@ -28,19 +28,14 @@ class FLy(PositionRule):
     Reference: Li et al. 2025 (FLy), §3.
     """
 
-    entropy: float = 0.3
-    window: int = 6
-    top: int = 0
+    entropy: Annotated[float, Within(0, 10)] = 0.3
+    window: Annotated[int, Within(0)] = 6
+    top: Annotated[int, Within(0)] = 0
 
     summary: ClassVar[str] = "forgive a greedy mismatch at high entropy if the next tokens match"
     paper: ClassVar[str] = "Li et al. 2025 (FLy)"
     bibtex: ClassVar[str] = "fly2025"
     lossless: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        between("entropy", self.entropy, 0, 10)
-        whole("window", self.window)
-        whole("top", self.top)
 
     def weigh(self, odds: Odds) -> Weighed:
         """`standard`, and 1 where a greedy mismatch is forgiven."""

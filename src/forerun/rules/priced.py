@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from forerun.arrays import library
-from forerun.checks import between, whole
+from forerun.checks import Share, Within
 from forerun.rules.base import PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.types import Array
@@ -30,22 +30,15 @@ class Priced(PositionRule):
             tokens behind the judged one, which must have no say.
     """
 
-    drift: float = 0.02
-    floor: float = 0.0
-    start: float = 0.9
-    pace: float = 0.1
-    horizon: int = 8
+    drift: Share = 0.02
+    floor: Share = 0.0
+    start: Annotated[float, Within(0, 2)] = 0.9
+    pace: Annotated[float, Within(0, 100)] = 0.1
+    horizon: Annotated[int, Within(2)] = 8
 
     summary: ClassVar[str] = "standard, lenient where that saves rounds, at a price"
     lossless: ClassVar[bool] = False
     matches_greedy: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        for name in ("drift", "floor"):
-            between(name, getattr(self, name), 0, 1)
-        between("start", self.start, 0, 2)
-        whole("horizon", self.horizon, 2)
-        between("pace", self.pace, 0, 100)
 
     def weigh(self, odds: Odds) -> Weighed:
         """1 where keeping the token is worth the price. No token behind it has a say, so what is

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from forerun.arrays import by_torch, cast
-from forerun.checks import between, whole
+from forerun.checks import Within
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.types import Array
@@ -25,17 +25,13 @@ class SpecVerification(PositionRule):
     Reference: Xia et al. 2023 (SpecDec), §3.2; the baseline of CM-ASD, §III.A.
     """
 
-    top: int = 3
-    tau: float = 0.3
+    top: Annotated[int, Within(1)] = 3
+    tau: Annotated[float, Within(0, 100)] = 0.3
 
     summary: ClassVar[str] = "keep a token of the target's top ranks, close enough to its best"
     paper: ClassVar[str] = "Xia et al. 2023 (SpecDec)"
     bibtex: ClassVar[str] = "specdec2023"
     lossless: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        whole("top", self.top, 1)
-        between("tau", self.tau, 0, 100)
 
     def weigh(self, odds: Odds) -> Weighed:
         return within(odds, self.top, self.tau)

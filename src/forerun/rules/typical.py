@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forerun.arrays import cast
-from forerun.checks import between
+from forerun.checks import Share
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, View, Weighed
 from forerun.types import Array
@@ -24,17 +24,13 @@ class Typical(PositionRule):
     Reference: Cai et al. 2024 (Medusa), §2.3.1.
     """
 
-    epsilon: float = 0.09
-    delta: float = 0.3
+    epsilon: Share = 0.09
+    delta: Share = 0.3
 
     summary: ClassVar[str] = "keep what is likely enough for the target's own uncertainty"
     paper: ClassVar[str] = "Cai et al. 2024 (Medusa)"
     bibtex: ClassVar[str] = "medusa2024"
     lossless: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        between("epsilon", self.epsilon, 0, 1)
-        between("delta", self.delta, 0, 1)
 
     def weigh(self, odds: Odds) -> Weighed:
         def chance(at: Odds, view: View) -> Array:
