@@ -71,7 +71,6 @@ class Engine:
         memory: what controllers carry from request to request, to share it among engines.
         meter: what rounds cost, and the clock, likewise.
         prefixes: texts read before, likewise; None reads every text.
-        fits: whether a request may run beside those that do; the next one waits until it may.
 
     Raises:
         SettingError: a drafter of another target, or executors that keep no prefixes.
@@ -87,7 +86,6 @@ class Engine:
         memory: Memory | None = None,
         meter: Meter | None = None,
         prefixes: Prefixes | None = None,
-        fits: Callable[[Sequence[Request], Request], bool] = lambda running, request: True,
     ) -> None:
         require(max_rows >= 1, "batch size", max_rows, "≥ 1")
         self.target = target if isinstance(target, Rows) else Rows(target)
@@ -97,7 +95,9 @@ class Engine:
                 "Engine(drafter.target, drafter)"
             )
         self.drafter, self.tokenizer = drafter, tokenizer
-        self._eos, self._max_rows, self._fits = eos, max_rows, fits
+        self._eos, self._max_rows = eos, max_rows
+        self.fits: Callable[[Sequence[Request], Request], bool] = lambda running, request: True
+        """Whether a request may run beside those that do; the next one waits until it may."""
         self._rows: list[Row] = []
         self._waiting: list[Row] = []
         self._memory: Memory = {} if memory is None else memory
@@ -281,7 +281,7 @@ class Engine:
         scoring = any(row.request.scores is not None for row in rows)
         waits = {True: scoring, False: len(rows) - scoring >= self._max_rows}
         pick = next((w for w in self._waiting if not waits[w.request.scores is not None]), None)
-        fits = pick is None or self._fits([row.request for row in rows], pick.request)
+        fits = pick is None or self.fits([row.request for row in rows], pick.request)
         return pick if fits else None
 
     def _keep(self, staying: Sequence[bool]) -> None:

@@ -151,8 +151,9 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._engine = Engine(
             model.target, model.drafter, model.tokenizer, model.eos, max_rows,
-            meter=model.meter, prefixes=prefixes, fits=self._fits,
+            meter=model.meter, prefixes=prefixes,
         )  # fmt: skip
+        self._engine.fits = self._fits
         self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         # What follows belongs to the engine's thread.
