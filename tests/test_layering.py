@@ -53,14 +53,13 @@ ALLOWED.update(
             "cache",
             "registry",
             "checks",
-            "confidence",
             "languages",
         )
     }
 )
 CHECKED = {"errors", "checks"}
 ALLOWED.update(signals={"errors", "types"}, arrays={"signals", "types"})
-ALLOWED.update(costs=CHECKED, chat=CHECKED)
+ALLOWED.update(costs=CHECKED, chat=CHECKED, confidence=CHECKED)
 
 
 def imported(path: Path, root: Path = ROOT) -> set[str]:

@@ -76,6 +76,9 @@ class Engine:
         SettingError: a drafter of another target, or executors that keep no prefixes.
     """
 
+    fits: Callable[[Sequence[Request], Request], bool] = staticmethod(lambda running, request: True)
+    """Whether a request may run beside those that do; the next one waits until it may."""
+
     def __init__(
         self,
         target: Rows | Executor,
@@ -96,8 +99,6 @@ class Engine:
             )
         self.drafter, self.tokenizer = drafter, tokenizer
         self._eos, self._max_rows = eos, max_rows
-        self.fits: Callable[[Sequence[Request], Request], bool] = lambda running, request: True
-        """Whether a request may run beside those that do; the next one waits until it may."""
         self._rows: list[Row] = []
         self._waiting: list[Row] = []
         self._memory: Memory = {} if memory is None else memory
