@@ -82,10 +82,10 @@ def parse(text: str) -> Spec:
 
 def _took(tokens: Tokens, mark: str) -> bool:
     """Whether the next token is this one, which is taken away then."""
-    found = bool(tokens) and tokens[0][1] == mark
-    if found:
+    there = bool(tokens) and tokens[0][1] == mark
+    if there:
         tokens.popleft()
-    return found
+    return there
 
 
 def _spec(tokens: Tokens, text: str) -> Spec:
