@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from forerun.checks import Count
 from forerun.controllers.base import Chance, Forecaster
 from forerun.controllers.calibrated import Calibrated
 from forerun.costs import Costs
@@ -29,7 +30,7 @@ class Goodput(Governor):
     """
 
     policy: Forecaster = field(default_factory=Calibrated)
-    high: int = 20
+    high: Count = 20
 
     summary: ClassVar[str] = "draft on while expected tokens per time rise, calibrated online"
     paper: ClassVar[str] = "Liu et al. 2024 (TurboSpec); Cheng et al. 2026 (DSpark)"
