@@ -27,5 +27,7 @@ class Gumbel(AcceptanceRule):
 
     def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Compare with the arg-max; `uniforms` is not read."""
-        refuse_coins(target, "rule 'gumbel' judges logits that hold noise, and there is none")
+        refuse_coins(
+            target, "rule 'gumbel' needs noise in the logits, and got none for a sampling request"
+        )
         return match_greedy(draft, target.logits)
