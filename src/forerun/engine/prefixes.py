@@ -91,7 +91,11 @@ class Prefixes:
             self._fill(leaf, place, row, held)
         self._touch(nodes)
         while self.nbytes > self.budget:
-            self._evict()
+            node, _ = self._order.popitem(last=False)
+            assert node.parent is not None
+            assert not node.children
+            del node.parent.children[node.tokens[0]]
+            self.nbytes -= node.nbytes
 
     def clear(self) -> None:
         self.nbytes, self._root = 0, _Node([], None)
@@ -143,13 +147,6 @@ class Prefixes:
         for node in reversed(path):
             self._order[node] = None
             self._order.move_to_end(node)
-
-    def _evict(self) -> None:
-        node, _ = self._order.popitem(last=False)
-        assert node.parent is not None
-        assert not node.children
-        del node.parent.children[node.tokens[0]]
-        self.nbytes -= node.nbytes
 
 
 class Reuse:

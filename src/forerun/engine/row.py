@@ -112,14 +112,11 @@ class Row:
 
     def room(self, drafter_limit: int) -> int:
         """Most tokens worth drafting: all must fit, with the target's own that follows."""
-        if self.rests_first and (not self.rounds or self._begins):
+        # A stream's first character may not be complete yet.
+        begins = self.request.stream and self.produced <= HELD and self.text.holds
+        if self.rests_first and (not self.rounds or begins):
             return 0
         return max(0, min(self._draft_full, drafter_limit) - len(self.context))
-
-    @property
-    def _begins(self) -> bool:
-        """Whether a stream's first character is not complete yet."""
-        return self.request.stream and self.produced <= HELD and self.text.holds
 
     def predicted(self, drafted: int, accepted: int) -> None:
         assert self.prediction is not None

@@ -15,7 +15,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -48,22 +47,11 @@ from forerun.serve.worker import Reply, Worker, measure
 log = logging.getLogger("forerun.serve")
 
 
-class ErrorBody(BaseModel):
-    """An error, in OpenAI's shape."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(BaseModel):
-    """What is sent of an `ApiError`."""
-
-    error: ErrorBody
-
-
-ERROR: dict[str, Any] = {"model": ErrorAnswer, "description": "What was wrong."}
+_SHAPE = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
+_SCHEMA = {"type": "object", "properties": {"error": {"type": "object", "properties": _SHAPE}}}
+ERROR: dict[str, Any] = {
+    "description": "What was wrong.", "content": {"application/json": {"schema": _SCHEMA}}
+}  # fmt: skip
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}}
 }
@@ -186,18 +174,10 @@ class Page:
         text = files("forerun.serve").joinpath("page.html").read_text(encoding="utf-8")
         self.html = text.encode()
         scripts, styles = _hashes(text, "script"), _hashes(text, "style")
-        policy = {
-            "default-src": "'none'",
-            "script-src": scripts,
-            "style-src": styles,
-            "connect-src": "'self'",
-            "img-src": "data:",
-            "base-uri": "'none'",
-            "form-action": "'none'",
-            "frame-ancestors": "'none'",
-        }
+        nothing = "".join(f"{what} 'none'; " for what in ("default-src", "base-uri", "form-action"))
+        own = f"script-src {scripts}; style-src {styles}; connect-src 'self'; img-src data:"
         self.headers = {
-            "content-security-policy": "; ".join(f"{k} {v}" for k, v in policy.items()),
+            "content-security-policy": f"{nothing}{own}; frame-ancestors 'none'",
             "x-content-type-options": "nosniff",
             "referrer-policy": "no-referrer",
             "cache-control": "no-cache",

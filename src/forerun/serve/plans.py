@@ -74,7 +74,11 @@ class Planner:
             given = [given]
         self._check_count(len(given) * (request.n or 1))
         special = request.add_special_tokens is not False
-        prompts = [self._encode(p, special) if isinstance(p, str) else list(p) for p in given]
+        for text in given:
+            if isinstance(text, str):
+                self._check_length(text, "prompt")
+        encode = self._texts.encode
+        prompts = [encode(p, special) if isinstance(p, str) else list(p) for p in given]
         wanted = request.max_tokens
         if wanted is None:
             wanted = min(COMPLETION_TOKENS, self._config.max_tokens or COMPLETION_TOKENS)
@@ -123,10 +127,6 @@ class Planner:
                 "context_length_exceeded",
             )
 
-    def _encode(self, text: str, special: bool) -> list[int]:
-        self._check_length(text, "prompt")
-        return self._texts.encode(text, special)
-
     def _plan(
         self,
         request: Generation,
@@ -143,7 +143,10 @@ class Planner:
         policy = self.policies.of(request)
         copies, eos, more = request.n or 1, self._model.eos, request.stop_token_ids or ()
         ends = frozenset({*_stops(request), *more} - eos)
-        prediction = self._prediction(request, policy)
+        prediction: Sequence[int] = ()
+        told, plain = request.prediction, request.speculative is False
+        if told is not None and not plain and policy.rule.lossless:
+            prediction = tuple(self._texts.encode(told.text, special=False))
         self._check_ids(request, prompts)
         jobs = []
         for prompt in prompts:
@@ -174,7 +177,7 @@ class Planner:
         """Refuse token ids outside the vocabulary, by the field that has them."""
         fields: dict[str, Iterable[int]] = {
             "prompt": chain.from_iterable(prompts),
-            "logit_bias": _biases(request),
+            "logit_bias": request.logit_bias or (),
             "stop_token_ids": request.stop_token_ids or (),
             "allowed_token_ids": request.allowed_token_ids or (),
         }
@@ -185,17 +188,11 @@ class Planner:
                     outside = f"token id {token} in {field} is outside the vocabulary of {size}"
                     raise bad(outside, field)
 
-    def _prediction(self, request: Generation, policy: Policy) -> tuple[int, ...]:
-        """Token ids of a predicted text; a plain request or a lossy rule goes without."""
-        if request.prediction is None or request.speculative is False or not policy.rule.lossless:
-            return ()
-        return tuple(self._texts.encode(request.prediction.text, special=False))
-
     def _sampling(
         self, request: Generation, tokens: int, copy: int, constraint: Constraint | None
     ) -> Sampling:
-        eos, ignore = _ends(request, self._model.eos)
-        allowed = request.allowed_token_ids
+        more, allowed = tuple(request.stop_token_ids or ()), request.allowed_token_ids
+        eos = more if request.ignore_eos or not more else (*self._model.eos, *more)
         given: dict[str, Any] = dict(self.defaults)
         for name in (*SAMPLED, "presence_penalty", "frequency_penalty"):
             if (value := getattr(request, name)) is not None:
@@ -203,7 +200,7 @@ class Planner:
         given["top_k"] = max(given.get("top_k", 0), 0)
         if request.seed is not None:
             given["seed"] = request.seed + copy
-        given["logit_bias"] = _biases(request)
+        given["logit_bias"] = request.logit_bias or {}
         least = request.min_tokens or 0
         if least > tokens:
             raise bad(f"min_tokens is {least} and at most {tokens} can be written", "min_tokens")
@@ -217,8 +214,8 @@ class Planner:
                 max_new_tokens=tokens,
                 min_new_tokens=least,
                 stop=(*stops, *(end for end in ends if end not in stops)),
-                eos=eos,
-                ignore_eos=ignore,
+                eos=eos or None,
+                ignore_eos=bool(request.ignore_eos) and not more,
                 constraint=constraint,
                 bad_words=tuple(filter(None, request.bad_words or ())),
                 allowed_tokens=None if allowed is None else tuple(allowed),
@@ -231,21 +228,6 @@ def _stops(request: Generation) -> tuple[str, ...]:
     if len(stops) > 32 or sum(map(len, stops)) > 4096:
         raise bad("at most 32 stop strings of 4096 characters together", "stop")
     return tuple(stops)
-
-
-def _ends(request: Generation, eos: frozenset[int]) -> tuple[tuple[int, ...] | None, bool]:
-    """End-of-text ids (None: the model's), and whether there are none at all."""
-    more = tuple(request.stop_token_ids or ())
-    if request.ignore_eos:
-        return (more, False) if more else (None, True)
-    return ((*eos, *more) if more else None), False
-
-
-def _biases(request: Generation) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in (request.logit_bias or {}).items()}
-    except ValueError:
-        raise bad("logit_bias must map token ids to numbers", "logit_bias") from None
 
 
 PLAIN = "fixed(0)"

@@ -121,7 +121,7 @@ class Generation(BaseModel):
     repetition_penalty: float | None = Field(None, gt=0)
     presence_penalty: float | None = Field(None, ge=-1000, le=1000)
     frequency_penalty: float | None = Field(None, ge=-1000, le=1000)
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    logit_bias: dict[int, float] | None = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     n: int | None = Field(None, ge=1, le=128)
     stop: str | Items[str] | None = None

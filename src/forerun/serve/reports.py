@@ -45,69 +45,69 @@ def predictions(done: Sequence[Completion]) -> dict[str, int]:
     }
 
 
+def total(done: Sequence[Completion]) -> Stats:
+    """Of several texts: counts added up, and times until the last of them."""
+    names = "prefill_seconds", "first_token_seconds", "seconds"
+    prefill, first, seconds = (
+        max((getattr(c.stats, name) for c in done), default=0.0) for name in names
+    )
+    return Stats.of([r for c in done for r in c.rounds], 0, prefill, first, seconds)
+
+
 def timings(
     prompts: Sequence[Sequence[int]], done: Sequence[Completion], spared: int = 0
 ) -> dict[str, Any]:
     """llama.cpp's: tokens and milliseconds of reading and of writing."""
-    read, wrote = sum(map(len, prompts)) - spared, sum(c.stats.tokens for c in done)
-    reading = 1e3 * max((c.stats.prefill_seconds for c in done), default=0.0)
+    whole, read = total(done), sum(map(len, prompts)) - spared
+    reading = 1e3 * whole.prefill_seconds
     writing = 1e3 * max((c.stats.seconds - c.stats.prefill_seconds for c in done), default=0.0)
     return {
         "cache_n": spared,
         "prompt_n": read,
         "prompt_ms": _ms(reading),
         "prompt_per_second": _rate(read, reading),
-        "predicted_n": wrote,
+        "predicted_n": whole.tokens,
         "predicted_ms": _ms(writing),
-        "predicted_per_second": _rate(wrote, writing),
-        "draft_n": sum(c.stats.drafted for c in done),
-        "draft_n_accepted": sum(c.stats.accepted for c in done),
+        "predicted_per_second": _rate(whole.tokens, writing),
+        "draft_n": whole.drafted,
+        "draft_n_accepted": whole.accepted,
         "draft_n_verif_steps": len(_drafting(done)),
     }
 
 
 def metrics(done: Sequence[Completion], queued: Sequence[float], detailed: bool) -> dict[str, Any]:
     """vLLM's: times and `speculative_decoding`, with the lists per step if `detailed`."""
-    rounds = _drafting(done)
-    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+    rounds, whole = _drafting(done), total(done)
     most = max((r.drafted for r in rounds), default=0)
     kept = Counter(r.accepted for r in rounds)
     speculative: dict[str, Any] = {
-        "mean_acceptance_length": 1 + accepted / len(rounds) if rounds else 1.0,
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "mean_acceptance_length": 1 + whole.accepted / len(rounds) if rounds else 1.0,
+        "draft_acceptance_rate": whole.accepted / whole.drafted if rounds else 0.0,
         "acceptance_histogram": [kept[i] for i in range(most + 1)],
         "num_spec_steps": len(rounds),
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": whole.accepted,
+        "num_draft_tokens": whole.drafted,
         "num_spec_tokens": most,
     }
     if detailed:
         speculative["per_step_accepted"] = [r.accepted for r in rounds]
         speculative["per_step_drafted"] = [r.drafted for r in rounds]
-    first = max((c.stats.first_token_seconds for c in done), default=0.0)
-    total = max((c.stats.seconds for c in done), default=0.0)
-    wrote = sum(c.stats.tokens for c in done)
+    first, waited = whole.first_token_seconds, max(queued, default=0.0)
     longest = max((c.stats.tokens for c in done), default=0)
-    between = 1e3 * (total - first) / (longest - 1) if longest > 1 else None
-    waited = max(queued, default=0.0)
+    between = 1e3 * (whole.seconds - first) / (longest - 1) if longest > 1 else None
     return {
         "time_to_first_token_ms": _ms(1e3 * (waited + first)),
-        "generation_time_ms": _ms(1e3 * (total - first)),
+        "generation_time_ms": _ms(1e3 * (whole.seconds - first)),
         "queue_time_ms": _ms(1e3 * waited),
         "mean_itl_ms": None if between is None else _ms(between),
-        "tokens_per_second": _rate(wrote, 1e3 * total),
+        "tokens_per_second": _rate(whole.tokens, 1e3 * whole.seconds),
         "speculative_decoding": speculative,
     }
 
 
 def forerun(policy: Policy, done: Sequence[Completion], queued: Sequence[float]) -> dict[str, Any]:
     """What only this server knows: who wrote what, why drafting stopped, how far it drifted."""
-    stats = [c.stats for c in done]
-    prefill, first, total = (
-        max((getattr(s, name) for s in stats), default=0.0)
-        for name in ("prefill_seconds", "first_token_seconds", "seconds")
-    )
-    whole = Stats.of([r for c in done for r in c.rounds], 0, prefill, first, total)
+    whole = total(done)
     origins = Counter(piece.origin.value for c in done for piece in c.pieces)
     names = "prefill", "draft", "verify", "other", "first_token"
     seconds = {"queue": max(queued, default=0.0)}

@@ -204,12 +204,9 @@ class Worker:
             state = "shutting down" if self.draining else "not running"
             raise ApiError(503, f"the server is {state}", retry_after=5)
         if len(self._live) + len(jobs) > room:
-            raise ApiError(
-                429,
-                f"{self.waiting} requests wait already; try again later",
-                code="queue_full",
-                retry_after=self._retry_after(),
-            )
+            message = f"{self.waiting} requests wait already; try again later"
+            after = round((1 + self.waiting / self.max_rows) * self._seconds)
+            raise ApiError(429, message, None, "queue_full", max(1, min(60, after)))
         reply = Reply(self, jobs, self._buffer)
         self._live.update(reply.tickets)
         self._inbox.put(lambda: self._submit(reply.tickets))
@@ -223,10 +220,6 @@ class Worker:
             done = Completion("", [], "length", [], stats, [], seed=0, logprobs=[])
             reply.put(i, Event(i, [], NOTHING, [], done))
         return reply
-
-    def _retry_after(self) -> int:
-        turns = 1 + self.waiting / self.max_rows
-        return max(1, min(60, round(turns * self._seconds)))
 
     def forget(self, reply: Reply) -> None:
         self._live.difference_update(reply.tickets)
