@@ -9,7 +9,19 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from forerun.arrays import at_least, at_most, finite, numbers, one_hot, put, sample, softmax
+from forerun.arrays import (
+    at_least,
+    at_most,
+    cast,
+    finite,
+    library,
+    numbers,
+    one_hot,
+    probability_type,
+    put,
+    sample,
+    softmax,
+)
 from forerun.checks import check
 from forerun.errors import require
 from forerun.rules.odds import Odds, Weighed
@@ -109,6 +121,8 @@ class PositionRule(AcceptanceRule):
 
     def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Accept a prefix by coins, draw the next token."""
+        if self.lossless and target.greedy.all():
+            return match_greedy(draft, target.logits)
         odds, width = Odds(draft, target), draft.tokens.shape[1]
         if width == 0:  # plain decoding: nothing to weigh
             nothing = odds.lib.zeros_like(target.logits[:, :0, 0], dtype=odds.dtype)
@@ -123,6 +137,20 @@ class PositionRule(AcceptanceRule):
         if odds.all_greedy:
             return Verdict(accepted, probs.argmax(-1), accept, drift=drift)
         return Verdict(accepted, sample(probs, uniforms[:, -1]), accept, probs, drift)
+
+
+def match_greedy(draft: Draft, logits: Array) -> Verdict:
+    """The verdict when every row decodes greedily: no softmax, no host synchronisation."""
+    choice, width = logits.argmax(-1), draft.tokens.shape[1]
+    row, place = numbers(len(choice), choice), numbers(width + 1, choice)
+    sound = finite(logits[row[:, None], place, choice])
+    inside = place[:width] < draft.lengths[:, None]
+    match = (draft.tokens == choice[:, :width]) & inside & sound[:, :width]
+    if draft.probs is not None:  # sampled neighbours: greedy rows on their own have none
+        match &= library(choice).amax(draft.probs, -1) > 0
+    accepted = match.cumprod(-1).sum(-1)
+    chance = cast(match, probability_type(logits))
+    return Verdict(accepted, choice[row, accepted], chance, failed=~sound[row, accepted])
 
 
 def drift_of(odds: Odds, weighed: Weighed, accepted: Array) -> Array:

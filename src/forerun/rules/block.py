@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forerun.arrays import beside, cast, library, numbers, one_hot, put, sample, softmax
-from forerun.rules.base import AcceptanceRule
-from forerun.rules.exact import match_greedy
+from forerun.rules.base import AcceptanceRule, match_greedy
 from forerun.rules.odds import sound_length
 from forerun.types import Array, Draft, Target, Verdict
 

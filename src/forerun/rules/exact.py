@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from forerun.arrays import cast, finite, library, numbers, probability_type
 from forerun.errors import SettingError
-from forerun.rules.base import AcceptanceRule
+from forerun.rules.base import AcceptanceRule, match_greedy
 from forerun.types import Array, Draft, Target, Verdict
 
 
@@ -37,17 +36,3 @@ def refuse_coins(target: Target, why: str) -> None:
     if not target.greedy.all():
         row = [bool(greedy) for greedy in target.greedy].index(False)
         raise SettingError(f"{why} in row {row}; use rule 'standard'")
-
-
-def match_greedy(draft: Draft, logits: Array) -> Verdict:
-    """The verdict when every row decodes greedily: no softmax, no host synchronisation."""
-    choice, width = logits.argmax(-1), draft.tokens.shape[1]
-    row, place = numbers(len(choice), choice), numbers(width + 1, choice)
-    sound = finite(logits[row[:, None], place, choice])
-    inside = place[:width] < draft.lengths[:, None]
-    match = (draft.tokens == choice[:, :width]) & inside & sound[:, :width]
-    if draft.probs is not None:  # sampled neighbours: greedy rows on their own have none
-        match &= library(choice).amax(draft.probs, -1) > 0
-    accepted = match.cumprod(-1).sum(-1)
-    chance = cast(match, probability_type(logits))
-    return Verdict(accepted, choice[row, accepted], chance, failed=~sound[row, accepted])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from forerun.rules.base import AcceptanceRule
-from forerun.rules.exact import match_greedy, refuse_coins
+from forerun.rules.base import AcceptanceRule, match_greedy
+from forerun.rules.exact import refuse_coins
 from forerun.types import Array, Draft, Target, Verdict
 
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forerun.rules.base import PositionRule
-from forerun.rules.exact import match_greedy
 from forerun.rules.odds import Odds, Weighed
-from forerun.types import Array, Draft, Target, Verdict
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,3 @@ class Standard(PositionRule):
 
     def weigh(self, odds: Odds) -> Weighed:
         return Weighed(odds.ratio)
-
-    def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
-        """Accept a prefix by coins, draw the next token."""
-        if target.greedy.all():
-            return match_greedy(draft, target.logits)
-        return super().decide(draft, target, uniforms)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from forerun.engine import Event
 from forerun.serve.answers import Answer
@@ -17,29 +17,6 @@ from forerun.serve.streaming import dumps
 from forerun.serve.tools import Call
 
 NEEDLESS = frozenset({"reasoning.encrypted_content"})  # `include` may name it: there is none
-
-
-class TextFormat(BaseModel):
-    """What the text must be."""
-
-    model_config = ConfigDict(extra="allow", populate_by_name=True)
-
-    type: str = "text"
-    name: str = "answer"
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
-
-
-class TextOptions(BaseModel):
-    """Of the text."""
-
-    format: TextFormat | None = None
-    verbosity: str | None = None
-
-
-class ReasoningOptions(BaseModel):
-    """Of models that reason; the effort goes to the chat template."""
-
-    effort: str | None = None
 
 
 class ResponseRequest(Generation):
@@ -52,8 +29,8 @@ class ResponseRequest(Generation):
     tool_choice: str | dict[str, JsonValue] | None = None
     metadata: dict[str, JsonValue] | None = None
     parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     include: list[str] | None = None
     prompt: Any = None
 
@@ -84,12 +61,11 @@ class ResponseRequest(Generation):
             tools = [_nested(tool) for tool in choice.get("tools", ())]
             choice = {"type": "allowed_tools", "allowed_tools": {**choice, "tools": tools}}
         given["tool_choice"] = _nested(choice) if isinstance(choice, Mapping) else choice
-        if self.reasoning is not None:
-            given["reasoning_effort"] = self.reasoning.effort
-        if self.text is not None and (form := self.text.format) is not None:
-            given["response_format"] = {"type": form.type}
-            if form.json_schema is not None:
-                given["response_format"]["json_schema"] = {"schema": form.json_schema}
+        given["reasoning_effort"] = (self.reasoning or {}).get("effort")
+        if isinstance(form := (self.text or {}).get("format"), dict):
+            given["response_format"] = {"type": form.get("type", "text")}
+            if "schema" in form:
+                given["response_format"]["json_schema"] = form
         try:
             return ChatRequest(**given)
         except ValidationError as error:
