@@ -144,9 +144,9 @@ class Planner:
         copies, eos, more = request.n or 1, self._model.eos, request.stop_token_ids or ()
         ends = frozenset({*_stops(request), *more} - eos)
         prediction: Sequence[int] = ()
-        told, plain = request.prediction, request.speculative is False
-        if told is not None and not plain and policy.rule.lossless:
-            prediction = tuple(self._texts.encode(told.text, special=False))
+        predicted, plain = request.prediction, request.speculative is False
+        if predicted is not None and not plain and policy.rule.lossless:
+            prediction = tuple(self._texts.encode(predicted.text, special=False))
         self._check_ids(request, prompts)
         jobs = []
         for prompt in prompts:
