@@ -311,7 +311,7 @@ WRONG = [
     ({"prompt": "x", "max_tokens": -2}, 400, "max_tokens", "greater"),
     ({"prompt": "x", "n": 0}, 400, "n", "greater"),
     ({"prompt": "x", "logprobs": 99}, 400, "logprobs", "less"),
-    ({"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias", "ids"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias", "integer"),
     ({"prompt": "x", "logit_bias": {"999999": 1}}, 400, "logit_bias", "vocabulary"),
     ({"prompt": "x", "stop": ["a"] * 40}, 400, "stop", "at most"),
     ({"prompt": "x", "model": "gpt"}, 404, "model", "forerun"),
