@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import add, eq, sub
-from secrets import randbits
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from forerun.controllers.base import Controller
 from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal
-from forerun.engine.constraint import Place, bans, sit_out, split_stops
+from forerun.engine.constraint import bans, sit_out, split_stops
 from forerun.engine.drafting import RoundContext
 from forerun.engine.endings import draft_limit, reading
 from forerun.engine.judging import (
@@ -36,9 +35,8 @@ from forerun.engine.meter import Meter
 from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.reporting import NOTHING, Pass, event, lap_of, round_of
 from forerun.engine.results import Completion, Event, FinishReason
-from forerun.engine.row import PredictionCursor, Row
+from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
-from forerun.engine.text import Detokenizer, StopStrings
 from forerun.errors import SettingError, require
 from forerun.governors.base import SLOPE, Governor, Outcome, Seat
 from forerun.requests import Request, Sampling
@@ -134,25 +132,13 @@ class Engine:
             assert rule is not None
             request = Request(request, sampling, controller, rule)
         self.check(request)
-        how, prompt, vocab = request.sampling, list(request.prompt), self.target.vocab_size
-        # Clients whose numbers are doubles can give a drawn seed back.
-        seed = randbits(53) if how.seed is None else how.seed % (1 << 63)
-        strings, stop_tokens = split_stops(how.stop, self.tokenizer)
-        eos = (self._eos if how.eos is None else frozenset(how.eos)) | stop_tokens.keys()
         row = Row(
-            id=next(self._ids),
-            request=request,
-            context=prompt,
-            prompt=len(prompt),
-            eos=frozenset(stop_tokens) if how.ignore_eos else eos,
-            seed=seed,
-            text=Detokenizer(self.tokenizer, prompt),
-            stops=StopStrings(strings),
-            stop_tokens=stop_tokens,
-            bans=bans(how.bad_words, self.tokenizer, vocab),
-            prediction=PredictionCursor(request.prediction) if request.prediction else None,
-            place=Place(how.constraint, eos, vocab) if how.constraint is not None else None,
-            limit=self.target.limit,
+            next(self._ids),
+            request,
+            self.tokenizer,
+            self._eos,
+            self.target.vocab_size,
+            self.target.limit,
             # A target that drafts has read the prompt only after its first pass. Without a bonus
             # every token shall be judged, the first one, too.
             rests_first=(request.stream and request.rule.has_bonus)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from itertools import chain
+from secrets import randbits
 from typing import Any
 
 import numpy as np
 
 from forerun.controllers.fixed import FixedLength
-from forerun.engine.constraint import Bans, Place
+from forerun.engine.constraint import Place, bans, split_stops
 from forerun.engine.results import Completion, FinishReason, Logprob, Origin, Piece, Round, Stats
 from forerun.engine.sampling import Noise, stream
 from forerun.engine.text import HELD, Detokenizer, StopStrings
@@ -30,21 +31,14 @@ class Row:
 
     id: int
     request: Request
-    context: list[int]  # prompt and committed tokens
-    prompt: int  # how many tokens of the context are the prompt
-    eos: frozenset[int]
-    seed: int
-    text: Detokenizer
-    stops: StopStrings
-    prediction: PredictionCursor | None
+    tokenizer: InitVar[Any]
+    model_eos: InitVar[frozenset[int]]
+    vocab_size: InitVar[int]
     limit: int  # most tokens of context
     rests_first: bool
     """Whether its first token, of a stream its first character, comes without a draft."""
     submitted: float
     queued: float = 0.0  # seconds that it waited for its place in the batch
-    place: Place | None = None  # in its constraint, if it has one
-    bans: Bans | None = None
-    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # those that stop strings name
     ended_by: str | int | None = None
     cached: int = 0  # tokens of its prompt that were not read, for their columns were there
     prefill: float = 0.0
@@ -61,8 +55,21 @@ class Row:
     _looking: threading.Lock = field(default_factory=threading.Lock)
     """Events are looked at in any thread, while another takes the next round."""
 
-    def __post_init__(self) -> None:
-        self.sampling: Sampling = self.request.sampling
+    def __post_init__(self, tokenizer: Any, model_eos: frozenset[int], vocab_size: int) -> None:
+        asked, how = self.request, self.request.sampling
+        self.sampling: Sampling = how
+        self.context = list(asked.prompt)  # and committed tokens
+        self.prompt = len(self.context)  # how many tokens of the context are the prompt
+        # Clients whose numbers are doubles can give a drawn seed back.
+        self.seed = randbits(53) if how.seed is None else how.seed % (1 << 63)
+        strings, self.stop_tokens = split_stops(how.stop, tokenizer)
+        self.stops, self.text = StopStrings(strings), Detokenizer(tokenizer, self.context)
+        named = frozenset(self.stop_tokens)
+        eos = (model_eos if how.eos is None else frozenset(how.eos)) | named
+        self.eos = named if how.ignore_eos else eos
+        self.bans = bans(how.bad_words, tokenizer, vocab_size)
+        self.prediction = PredictionCursor(asked.prediction) if asked.prediction else None
+        self.place = Place(how.constraint, eos, vocab_size) if how.constraint is not None else None
         self._full = min(self.prompt + self.sampling.max_new_tokens, self.limit)
         bonus = self.request.rule.has_bonus
         self._draft_full = min(self.prompt + self.sampling.max_new_tokens - bonus, self.limit - 1)

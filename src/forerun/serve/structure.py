@@ -90,20 +90,14 @@ def asked(request: Generation) -> list[tuple[str, str, Any]]:
                 )
             schema = form.json_schema.json_schema
         out.append(("response_format", "json", schema))
-    if request.json_schema is not None:
-        out.append(("json_schema", "json", request.json_schema))
-    for kind, own in (
-        ("json", "json"),
-        ("regex", "regex"),
-        ("choice", "choice"),
-        ("grammar", "lark"),
-    ):
-        if (value := getattr(request, f"guided_{kind}")) is not None:
-            out.append((f"guided_{kind}", own, value))
-        if (nested := request.structured_outputs) is not None:
-            name = "json_schema" if kind == "json" else kind
-            if (value := getattr(nested, name)) is not None:
-                out.append(("structured_outputs", own, value))
-    if request.structured_outputs is not None and request.structured_outputs.json_object:
+    nested = request.structured_outputs
+    given = [("json_schema", "json", request.json_schema)]
+    for name in ("json", "regex", "choice", "grammar"):
+        own = "lark" if name == "grammar" else name
+        given.append((f"guided_{name}", own, getattr(request, f"guided_{name}")))
+        within = getattr(nested, "json_schema" if name == "json" else name, None)
+        given.append(("structured_outputs", own, within))
+    out += [entry for entry in given if entry[-1] is not None]
+    if nested is not None and nested.json_object:
         out.append(("structured_outputs", "json", None))
     return out

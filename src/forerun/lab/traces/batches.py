@@ -25,7 +25,6 @@ from forerun.engine.loop import Engine
 from forerun.engine.meter import Meter
 from forerun.engine.results import Completion, Event, FinishReason
 from forerun.engine.row import Row
-from forerun.engine.text import Detokenizer, StopStrings
 from forerun.errors import SettingError
 from forerun.lab.traces.results import (
     COUNTED,
@@ -270,13 +269,9 @@ class Replayed(Engine):
         return _TraceRow(
             id=place,
             request=Request(context, sampling, self._controller, RULES.make("standard")),
-            context=context,
-            prompt=len(context),
-            eos=frozenset(eos.tolist()),
-            seed=0,
-            text=Detokenizer(None, context),
-            stops=StopStrings(()),
-            prediction=None,
+            tokenizer=None,
+            model_eos=frozenset(eos.tolist()),
+            vocab_size=1,
             limit=UNLIMITED,
             rests_first=False,
             submitted=0.0,
