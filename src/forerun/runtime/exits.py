@@ -142,9 +142,8 @@ class LayersExecutor(TorchExecutor):
         self._grow(len(starts))
         rows = [row for row, context in enumerate(contexts) if context is not None]
         pieces = [list((contexts[row] or ())[starts[row] :]) for row in rows]
-        if (longest := max((len(contexts[row] or ()) for row in rows), default=0)) > (
-            limit := self.facts.limit
-        ):
+        longest, limit = max((len(text or ()) for text in contexts), default=0), self.facts.limit
+        if longest > limit:
             raise PromptError(f"{longest} tokens do not fit the model's context of {limit}")
         self._take(rows, pieces, fresh=1)
         self.work["step", len(rows)] += 1
@@ -185,10 +184,8 @@ class LayersExecutor(TorchExecutor):
         # Tokens whose logits are not wanted are a prompt's; they are not counted.
         uncounted = [len(piece) - n for piece, n in zip(pieces, wanted, strict=True)]
         self._sweep(rows, 0, self.access.layers, "verify", uncounted)
-        most = max(wanted, default=0)
-        logits = torch.zeros(
-            len(wanted), most, self.facts.vocab_size, dtype=self.dtype, device=self.device
-        )
+        shape = len(wanted), max(wanted, default=0), self.facts.vocab_size
+        logits = torch.zeros(shape, dtype=self.dtype, device=self.device)
         if rows:
             spans = [(row, 0, len(self._pending[row])) for row in rows]
             hidden = self._gather(spans, self.access.layers).hidden

@@ -17,6 +17,7 @@ import openvino as ov
 import openvino.opset15 as op
 
 from forerun.runtime.openvino.core import core
+from forerun.runtime.openvino.export import integers
 from forerun.runtime.openvino.ports import replace
 from forerun.runtime.openvino.weights import halves, held
 
@@ -79,12 +80,12 @@ def multiply_in_parts(graph: ov.Model) -> int:
         outputs, inputs = convert.get_output_shape(0)
         name = port.get_node().get_name(), port.get_index()
         if name not in parts:
-            parts[name] = _parts(_shaped(port, 1, -1, inputs))
+            parts[name] = _parts(op.reshape(port, integers([1, -1, inputs]), False))
         product = _product(parts[name].output(0), convert.input_value(0))
-        high, middle, low = op.split(product, op.constant(np.int64(0)), 3).outputs()
+        high, middle, low = op.split(product, integers(0), 3).outputs()
         whole = op.add(high, op.add(middle, low))
-        result = _shaped(whole, *((-1, outputs) if rank == 2 else (-1, 1, outputs)))
-        replace(node.output(0), result)
+        shape = [-1, outputs] if rank == 2 else [-1, 1, outputs]
+        replace(node.output(0), op.reshape(whole, integers(shape), False))
         done += 1
     graph.validate_nodes_and_infer_types()
     return done
@@ -101,10 +102,6 @@ def _parts(x: ov.Node) -> ov.Node:
 
     before = op.multiply(rounded(np.roll(_ROUNDS, 1, 0)), op.constant(_BEFORE))
     return op.convert(op.subtract(rounded(_ROUNDS), before), "bf16")
-
-
-def _shaped(x: ov.Node | ov.Output, *shape: int) -> ov.Node:
-    return op.reshape(x, op.constant(np.array(shape, np.int64)), False)
 
 
 def _product(x: ov.Output, weights: ov.Output) -> ov.Node:
