@@ -52,10 +52,11 @@ class InferRequest:
             held = view, ov.Tensor(shaped, shared_memory=True)
             if size <= LARGEST_BUFFER:
                 self._buffers[name, size] = held
+        view, tensor = held
         if self._bound.get(name) is not held:
-            self._request.set_input_tensor(self._index[name], held[1])
+            self._request.set_input_tensor(self._index[name], tensor)
             self._bound[name] = held
-        return held[0]
+        return view
 
     def has(self, name: str) -> bool:
         return name in self._index
@@ -82,10 +83,11 @@ class InferRequest:
                 self._outputs.clear()
             held = self._logits[:size], ov.Tensor(self._logits[:size], shared_memory=True)
             self._outputs[size] = held
+        logits, tensor = held
         if self._bound.get("logits") is not held:
-            self._request.set_output_tensor(0, held[1])
+            self._request.set_output_tensor(0, tensor)
             self._bound["logits"] = held
-        return held[0]
+        return logits
 
     def states(self) -> NDArray[np.float32]:
         """`(tokens, width)` of the output that `nodes.tap` added; the next pass overwrites it."""
