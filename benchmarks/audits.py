@@ -29,6 +29,7 @@ from benchmarks.real_models import KINDS
 from forerun import Sampling, zoo
 from forerun.lab import audit
 from forerun.runtime.load import load_tokenizer
+from forerun.runtime.openvino.blocks import rounds_inputs
 
 PROMPTS, ROWS = 300, 8
 CONTROLLERS = "fixed(4)", "auto"
@@ -42,12 +43,14 @@ SHIPPED: dict[str, dict[str, Any]] = {
 }
 """Names of rows, and how the shipped pair is loaded; of a GGUF type the target is such a file."""
 SMOLLM2 = "SmolLM2 Q4_1"
+ROUNDED = f"{SMOLLM2} in 8-bit products"
+"""Its row on a CPU that multiplies 8-bit numbers (VNNI), where the arithmetic is another."""
 COUNTS = "compared", "identical", "near_ties", "bugs"
 
 
 def model_of(name: str, smollm2: str | None, folder: Path) -> forerun.Model:
     """Target and draft of a row."""
-    if name == SMOLLM2:
+    if name.startswith(SMOLLM2):
         return forerun.load(smollm2, runtime="openvino")
     target = zoo.TARGET
     if name.startswith("Q"):
@@ -60,7 +63,7 @@ def prompts_of(name: str, model: forerun.Model) -> list[list[int]]:
     """As ids, families in turn; a chat model's are chats."""
     shipped = [zoo.prompts(family, "test", limit=PROMPTS // 6) for family in zoo.families()]
     texts = [prompt.prompt for row in zip(*shipped, strict=True) for prompt in row]
-    if name != SMOLLM2:
+    if not name.startswith(SMOLLM2):
         return [list(load_tokenizer(zoo.TARGET).encode(text)) for text in texts]
     own = [kind.format(x) for kind, fillers in KINDS.values() for x in fillers]
     return [chat(model.tokenizer, text) for text in (*own, *texts[: PROMPTS - len(own)])]
@@ -109,7 +112,8 @@ def main(options: argparse.Namespace) -> None:
     """Go on where the last run ended."""
     torch.set_num_threads(options.threads)
     until, file = time.monotonic() + options.seconds, RESULTS / "audits.json"
-    every = [*SHIPPED, *([SMOLLM2] if options.smollm2 else [])]
+    own = ROUNDED if rounds_inputs() else SMOLLM2
+    every = [*SHIPPED, *([own] if options.smollm2 else [])]
     about = {"sources": sources(), "tokens": options.tokens}
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only.split(",") if options.only else every:
@@ -127,7 +131,7 @@ def main(options: argparse.Namespace) -> None:
                 go_on(model, prompts, row)
                 results = json.loads(file.read_text())["results"] if file.is_file() else {}
                 known = {**results, name: row}
-                results = {n: known[n] for n in (*SHIPPED, SMOLLM2) if n in known}
+                results = {n: known[n] for n in (*SHIPPED, SMOLLM2, ROUNDED) if n in known}
                 save("audits", made, results, text_of(results))
 
 

@@ -191,9 +191,11 @@ def _compiled(
     key = sha256(json.dumps(about).encode()).hexdigest()[:32]
     known = kept_json("widths", key) if entry else None
     for group, fewest in [known] if known else [(None, 0), (0, 0)]:
+        # A graph for one token takes long to compile, and is not used where rows are padded.
+        least = fewest or (2 if group is None and rounds_inputs() else 1)
         try:
             executor = OpenVINOExecutor(
-                graph, facts, threads, group, again if entry else None, fewest or 1
+                graph, facts, threads, group, again if entry else None, least
             )
         except RuntimeError as error:  # OpenVINO has no other
             raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
