@@ -24,7 +24,7 @@ from forerun.drafters.base import Proposal
 from forerun.drafters.block import BlockDrafter
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.datastore import SORTED, Datastore
-from forerun.drafters.eagle import EagleDrafter, head_rows
+from forerun.drafters.eagle import EagleDrafter
 from forerun.drafters.eagle3 import Eagle3
 from forerun.drafters.kangaroo import KangarooDrafter
 from forerun.drafters.lookahead import LookaheadDrafter
@@ -109,7 +109,7 @@ def on_states() -> Case:
     head = EagleHead(64, 48, VOCAB, 64)
     tokens = torch.arange(VOCAB, dtype=torch.int32)
     states = rows.executor.tap([2, 4])
-    return Case(rows, EagleDrafter(rows, states, head, tokens, head_rows(head, rows, "")),
+    return Case(rows, EagleDrafter(rows, states, head, tokens, ""),
                 texts(1, 9, 4, 6))  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from forerun.checks import draft_path
 from forerun.types import Array, Stop, Token
 
 if TYPE_CHECKING:
@@ -294,3 +295,22 @@ class DrafterSpec(ABC):
     @abstractmethod
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """Make the drafter for a target and its tokenizer (or None)."""
+
+
+@dataclass(frozen=True)
+class TrainedDraft(DrafterSpec):
+    """The settings of a drafter that was trained for its target: a folder of `forerun train-draft`,
+    or None for the one of its kind in the target's own."""
+
+    kind: ClassVar[str]
+
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        draft_path(self.kind, self.path)
+
+    def folder(self, target: Rows) -> str:
+        """Where it is; `SettingError` if there is none."""
+        from forerun.runtime.drafts import draft_folder
+
+        return draft_folder(target.facts.name, self.kind, self.path)

@@ -8,19 +8,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.checks import draft_path, whole
+from forerun.checks import whole
 from forerun.drafters.base import (
     Drafter,
-    DrafterSpec,
     Prompts,
     Proposal,
     RowsDrafter,
     StepContext,
     Texts,
+    TrainedDraft,
 )
 from forerun.drafters.stepping import ByPlace, step_by_step
 from forerun.runtime.base import CHUNK, Rows
-from forerun.runtime.drafts import draft_folder
 from forerun.runtime.grafts import graft_rows, load_graft, model_of
 
 
@@ -39,8 +38,7 @@ class BlockDrafter(RowsDrafter):
 
     def ratio(self, target: Rows) -> float:
         """Target passes over the share of a pass that a proposed token takes."""
-        sizes = target.facts.weights, self.rows.facts.weights
-        return self.width * sizes[0] / sizes[1] if all(sizes) else 5.0
+        return self.width * super().ratio(target)
 
     def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         """Empty rows on the target's encoder states."""
@@ -77,7 +75,7 @@ class BlockDrafter(RowsDrafter):
 
 
 @dataclass(frozen=True)
-class BlockDraft(DrafterSpec):
+class BlockDraft(TrainedDraft):
     """A shallow decoder that proposes a block of tokens in one parallel pass.
 
     Args:
@@ -92,19 +90,17 @@ class BlockDraft(DrafterSpec):
     summary: ClassVar[str] = "a shallow decoder proposes a block in one pass; made by train-draft"
     paper: ClassVar[str] = "Xia et al. 2023 (SpecDec); CM-ASD"
     bibtex: ClassVar[str] = "specdec2023 cmasd2025"
+    kind: ClassVar[str] = "block"
 
-    path: str | None = None
     width: int | None = None
 
     def __post_init__(self) -> None:
-        draft_path("block", self.path)
+        super().__post_init__()
         if self.width is not None:
             whole("block width", self.width, 1)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, beside a target with an encoder."""
-        made, most = load_graft(
-            model_of(target, "block"), draft_folder(target.facts.name, "block", self.path), "block"
-        )
+        made, most = load_graft(model_of(target, self.kind), self.folder(target), self.kind)
         width = most if self.width is None else min(self.width, most)
         return BlockDrafter(graft_rows(target, made), target.vocab_size, width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
@@ -14,6 +14,12 @@ from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, StepC
 from forerun.drafters.free import FreeDrafter, wanted
 from forerun.errors import SettingError, require
 from forerun.runtime.base import Rows
+
+SECONDS = (
+    "target", "caches", "limit", "model", "blind", "bonus", "hears", "shares_layers", "counters",
+    "ratio", "follow", "hear",
+)  # fmt: skip
+"""What a chain has of its second drafter."""
 
 
 class ChainDrafter(Drafter):
@@ -31,24 +37,12 @@ class ChainDrafter(Drafter):
     def __init__(self, first: FreeDrafter, then: Drafter, enough: float) -> None:
         self._first, self._then, self._enough = first, then, enough
         self._members = first, then
-        self.target, self.caches, self.limit = then.target, then.caches, then.limit
-        self.model = then.model
-        self.blind, self.bonus, self.hears, self.shares_layers = (
-            then.blind,
-            then.bonus,
-            then.hears,
-            then.shares_layers,
-        )
+        for name in SECONDS:
+            setattr(self, name, getattr(then, name))
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
         return self._then.seconds
-
-    def counters(self, row: int) -> Mapping[str, int]:
-        return self._then.counters(row)
-
-    def ratio(self, target: Rows) -> float:
-        return self._then.ratio(target)
 
     def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         for member in self._members:
@@ -61,12 +55,6 @@ class ChainDrafter(Drafter):
     def rollback(self, row: int, length: int) -> None:
         for member in self._members:
             member.rollback(row, length)
-
-    def follow(self, texts: Texts) -> None:
-        self._then.follow(texts)
-
-    def hear(self, *about: Prompts) -> None:
-        self._then.hear(*about)
 
     def learn(self, text: Sequence[int], prompt: int) -> None:
         for member in self._members:
@@ -93,11 +81,8 @@ class ChainDrafter(Drafter):
         out.prepend({row: first.tokens[row] for row in first.free})
         for row in first.free:
             out.shown[row], out.stopped_by[row] = first.shown[row], first.stopped_by[row]
-        out.free, out.free_steps, out.free_seconds = (
-            first.free,
-            first.free_steps,
-            first.free_seconds,
-        )
+        out.free, out.free_steps = first.free, first.free_steps
+        out.free_seconds = first.free_seconds
         return out
 
 

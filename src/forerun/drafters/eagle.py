@@ -9,30 +9,22 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.checks import draft_path
 from forerun.drafters.base import (
     Drafter,
-    DrafterSpec,
     Proposal,
     RowsDrafter,
     Step,
     StepContext,
     Texts,
+    TrainedDraft,
 )
 from forerun.drafters.memory import fingerprint as tokens_of
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError
 from forerun.runtime import gguf
 from forerun.runtime.base import CHUNK, LOGITS, Best, Rows
-from forerun.runtime.drafts import draft_folder, own_draft, read_about, spread
-from forerun.runtime.eagle import (
-    KIND,
-    EagleHead,
-    HeadExecutor,
-    StateReader,
-    facts_of,
-    load_eagle,
-)
+from forerun.runtime.drafts import own_draft, read_about, spread
+from forerun.runtime.eagle import KIND, StateReader, head_rows, load_eagle
 from forerun.runtime.states import States
 from forerun.runtime.support import check_decoder_only
 
@@ -41,7 +33,7 @@ HEADS = Path(__file__).parent / "heads"
 
 
 class EagleDrafter(RowsDrafter):
-    """Steps the head; made by `Eagle.build`.
+    """Steps a head; made by `Eagle.build`, `Eagle3.build` and `MTP.build`.
 
     Its rows cover what was read with the target's states; what a draft adds, with the head's own
     outputs in their place, is rolled back after the round.
@@ -51,14 +43,15 @@ class EagleDrafter(RowsDrafter):
         states: those.
         head: whose projection of states is used.
         tokens: `(V,)` ids of the tokens that it says.
-        rows: the head's.
+        name: of the head.
     """
 
     def __init__(
-        self, target: Rows, states: States, head: StateReader, tokens: torch.Tensor, rows: Rows
+        self, target: Rows, states: States, head: StateReader, tokens: torch.Tensor, name: str
     ) -> None:
         self.target: Rows = target
-        self.rows, self.caches, self.limit = rows, (rows,), target.limit
+        self.rows = rows = head_rows(head, len(tokens), target, name)
+        self.caches, self.limit = (rows,), target.limit
         self._states, self._head = states, head
         self._tokens, self._ids = tokens.long().to(target.device), tokens.tolist()
         cut = torch.arange(target.vocab_size)
@@ -141,7 +134,7 @@ class EagleDrafter(RowsDrafter):
 
 
 @dataclass(frozen=True)
-class Eagle(DrafterSpec):
+class Eagle(TrainedDraft):
     """One layer on the target's hidden states drafts token by token, like EAGLE's.
 
     Args:
@@ -156,11 +149,7 @@ class Eagle(DrafterSpec):
     summary: ClassVar[str] = "a layer on the target's hidden states drafts; made by train-draft"
     paper: ClassVar[str] = "Li et al. 2025 (EAGLE-3)"
     bibtex: ClassVar[str] = "eagle32025"
-
-    path: str | None = None
-
-    def __post_init__(self) -> None:
-        draft_path("eagle", self.path)
+    kind: ClassVar[str] = KIND
 
     def depths(self, target: str | Path) -> tuple[int, ...]:
         """Those of the head's `draft.json`."""
@@ -178,11 +167,11 @@ class Eagle(DrafterSpec):
         path = self.path or own_draft(target.facts.name, KIND)
         if path is None and hasattr(target_tokenizer, "get_vocab"):
             path = shipped_head(target.facts.identity, tokens_of(target_tokenizer))
-        folder = draft_folder(target.facts.name, KIND, path)
+        folder = path or self.folder(target)
         states = target.executor.tap(_depths(folder))
         model = target.executor.module()
         head, tokens = load_eagle(folder, states.width, model, target.vocab_size)
-        return EagleDrafter(target, states, head, tokens, head_rows(head, target, folder))
+        return EagleDrafter(target, states, head, tokens, folder)
 
 
 def _depths(folder: str) -> tuple[int, ...]:
@@ -209,13 +198,3 @@ def shipped_head(identity: str, tokenizer: str = "*") -> str | None:
     """
     folders = HEADS.glob(f"{tokenizer}-{identity}.*") if identity else ()
     return next(map(str, folders), None)
-
-
-def head_rows(head: EagleHead, target: Rows, name: str) -> Rows:
-    """Rows of a head, on the kind of executor that runs its target."""
-    facts = facts_of(head, head.reads, target, name)
-    if target.facts.executor == "openvino":
-        from forerun.runtime.openvino.eagle import openvino_head
-
-        return Rows(openvino_head(head, facts, target.executor))
-    return Rows(HeadExecutor(head.to(target.device), facts, target.device))

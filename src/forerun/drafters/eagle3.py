@@ -9,7 +9,6 @@ from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.eagle import EagleDrafter
 from forerun.errors import require
 from forerun.runtime.base import Rows
-from forerun.runtime.eagle import HeadExecutor, facts_of
 from forerun.runtime.eagle3 import depths_of, load_head, read_config
 from forerun.runtime.support import check_decoder_only
 
@@ -47,6 +46,4 @@ class Eagle3(DrafterSpec):
         depths = depths_of(read_config(self.path), target.facts.layers)
         states = target.executor.tap(depths)
         head, tokens = load_head(self.path, target, states.width, len(depths))
-        facts = facts_of(head, len(tokens), target, self.path)
-        rows = Rows(HeadExecutor(head, facts, target.device))
-        return EagleDrafter(target, states, head, tokens, rows)
+        return EagleDrafter(target, states, head, tokens, self.path)

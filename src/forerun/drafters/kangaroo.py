@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.checks import between, draft_path, flag, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
+from forerun.checks import between, flag, whole
+from forerun.drafters.base import Drafter, Proposal, Step, StepContext, Texts, TrainedDraft
 from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import draft_folder
 from forerun.runtime.exits import KANGAROO, AdapterExecutor, adapter_rows
 from forerun.runtime.layers import LogitLens
 from forerun.runtime.support import model_on_torch
@@ -64,7 +63,7 @@ class KangarooDrafter(SpecBoundDrafter):
 
 
 @dataclass(frozen=True)
-class Kangaroo(DrafterSpec):
+class Kangaroo(TrainedDraft):
     """Kangaroo: the target's first layers and a small adapter draft; no second model, one cache.
 
     Args:
@@ -85,13 +84,14 @@ class Kangaroo(DrafterSpec):
     paper: ClassVar[str] = "Liu et al. 2024 (Kangaroo)"
     bibtex: ClassVar[str] = "kangaroo2024"
     on_torch: ClassVar[bool] = True
-    path: str | None = None
+    kind: ClassVar[str] = KANGAROO
+
     threshold: float = 0.6
     most: int = 6
     keep: bool = True
 
     def __post_init__(self) -> None:
-        draft_path("kangaroo", self.path)
+        super().__post_init__()
         between("kangaroo threshold", self.threshold, 0.0, 1.0)
         whole("kangaroo most", self.most, 1)
         flag("kangaroo keep", self.keep)
@@ -105,5 +105,5 @@ class Kangaroo(DrafterSpec):
             SettingError: no adapter was trained for the target, or it does not run on torch.
         """
         model = model_on_torch(target, KANGAROO)
-        rows = adapter_rows(model, draft_folder(target.facts.name, KANGAROO, self.path))
+        rows = adapter_rows(model, self.folder(target))
         return KangarooDrafter(rows, self.threshold, self.most, self.keep)

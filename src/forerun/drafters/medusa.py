@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.checks import draft_path, whole
-from forerun.drafters.base import Drafter, DrafterSpec, Proposal, StepContext, Texts
+from forerun.checks import whole
+from forerun.drafters.base import Drafter, Proposal, StepContext, Texts, TrainedDraft
 from forerun.drafters.stepping import ByPlace, step_by_step
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import draft_folder, spread
+from forerun.runtime.drafts import spread
 from forerun.runtime.heads import MEDUSA, MedusaHeads, load_medusa
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.support import model_on_torch
@@ -69,7 +69,7 @@ class MedusaDrafter(Drafter):
 
 
 @dataclass(frozen=True)
-class Medusa(DrafterSpec):
+class Medusa(TrainedDraft):
     """Medusa: heads on the target's last hidden state say the tokens after the next; no model.
 
     Args:
@@ -86,12 +86,12 @@ class Medusa(DrafterSpec):
     paper: ClassVar[str] = "Cai et al. 2024 (Medusa)"
     bibtex: ClassVar[str] = "medusa2024"
     on_torch: ClassVar[bool] = True
+    kind: ClassVar[str] = MEDUSA
 
-    path: str | None = None
     heads: int | None = None
 
     def __post_init__(self) -> None:
-        draft_path("medusa", self.path)
+        super().__post_init__()
         if self.heads is not None:
             whole("medusa heads", self.heads, 1)
 
@@ -104,6 +104,6 @@ class Medusa(DrafterSpec):
             UnsupportedModelError: the target's final norm cannot be called.
         """
         model = model_on_torch(target, MEDUSA)
-        heads = load_medusa(model, draft_folder(target.facts.name, MEDUSA, self.path))
+        heads = load_medusa(model, self.folder(target))
         count = heads.count if self.heads is None else min(self.heads, heads.count)
         return MedusaDrafter(target, LayerAccess(model), heads, count)

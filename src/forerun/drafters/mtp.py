@@ -10,7 +10,7 @@ import torch
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.eagle import EagleDrafter
 from forerun.runtime.base import Rows
-from forerun.runtime.eagle import HeadExecutor, MtpHead, facts_of
+from forerun.runtime.eagle import MtpHead
 from forerun.runtime.support import model_on_torch
 
 
@@ -38,6 +38,5 @@ class MTP(DrafterSpec):
         head = MtpHead(model_on_torch(target, "mtp"))
         states = target.executor.tap([target.facts.layers])
         head.token_bytes = target.facts.token_bytes // max(target.facts.layers, 1)
-        facts = facts_of(head, target.vocab_size, target, target.facts.name)
-        rows = Rows(HeadExecutor(head, facts, target.device))
-        return EagleDrafter(target, states, head, torch.arange(target.vocab_size), rows)
+        tokens = torch.arange(target.vocab_size)
+        return EagleDrafter(target, states, head, tokens, target.facts.name)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forerun.checks import draft_path
-from forerun.drafters.base import Drafter, DrafterSpec
+from forerun.drafters.base import Drafter, TrainedDraft
 from forerun.drafters.model import ModelDrafter
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import draft_folder
 from forerun.runtime.grafts import graft_rows, load_graft, model_of
 
 
 @dataclass(frozen=True)
-class SharedDraft(DrafterSpec):
+class SharedDraft(TrainedDraft):
     """One or two decoder layers on the states of an encoder-decoder target's encoder.
 
     Args:
@@ -28,17 +26,9 @@ class SharedDraft(DrafterSpec):
     summary: ClassVar[str] = "a shallow decoder on the target's encoder drafts; made by train-draft"
     paper: ClassVar[str] = "CM-ASD; Gandhi et al. 2023 (distil-Whisper)"
     bibtex: ClassVar[str] = "cmasd2025"
-
-    path: str | None = None
-
-    def __post_init__(self) -> None:
-        draft_path("shared", self.path)
+    kind: ClassVar[str] = "shared"
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, beside a target with an encoder."""
-        made, _ = load_graft(
-            model_of(target, "shared"),
-            draft_folder(target.facts.name, "shared", self.path),
-            "shared",
-        )
+        made, _ = load_graft(model_of(target, self.kind), self.folder(target), self.kind)
         return ModelDrafter(graft_rows(target, made), target.vocab_size)

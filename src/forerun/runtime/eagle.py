@@ -344,14 +344,15 @@ class HeadExecutor(PaddedExecutor):
         return self.head.logits(now.pick(x))
 
 
-def facts_of(head: StateReader, vocab: int, target: Rows, name: str) -> Facts:
-    """What there is to know of a head on a target that says `vocab` tokens."""
-    return Facts(
-        vocab_size=vocab,
-        limit=target.limit,
-        layers=1,
-        weights=head.weights,
-        token_bytes=head.token_bytes,
-        executor="torch",
-        name=name,
-    )
+def head_rows(head: StateReader, vocab: int, target: Rows, name: str) -> Rows:
+    """Rows of a head that says `vocab` tokens: of our own, on the kind of executor that runs its
+    target."""
+    facts = Facts(vocab, target.limit, layers=1, weights=head.weights, token_bytes=head.token_bytes,
+                  executor="torch", name=name)  # fmt: skip
+    if isinstance(head, EagleHead):
+        if target.facts.executor == "openvino":
+            from forerun.runtime.openvino.eagle import openvino_head
+
+            return Rows(openvino_head(head, facts, target.executor))
+        head = head.to(target.device)
+    return Rows(HeadExecutor(head, facts, target.device))

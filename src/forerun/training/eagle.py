@@ -29,7 +29,7 @@ from forerun.training.fit import (
     cut,
     padded,
 )
-from forerun.training.muon import Muon
+from forerun.training.muon import Muon, product_type
 
 STEPS = 3
 MOST_TOKENS = 8192
@@ -90,7 +90,9 @@ class HeadTrainer(StatesTraining):
             for step, x in enumerate(outputs):
                 share = LEARNED if step else 1.0
                 learned = torch.rand(len(x), device=x.device) < share
-                loss = loss_of(self.head.logits(x[learned]), goals[learned])
+                with self._products():
+                    logits = self.head.logits(x[learned])
+                loss = loss_of(logits, goals[learned])
                 total = total + WEIGHT**step * loss / (share * count)
             yield total
 
@@ -110,12 +112,21 @@ class HeadTrainer(StatesTraining):
             ids = self._index[ids]
             ids = torch.where(ids < 0, len(self.vocabulary), ids)
         known_of_all = torch.nn.utils.rnn.pad_sequence(self._known(texts), batch_first=True)
-        outputs = unrolled(self.head, ids, known_of_all, len(self.depths))
+        with self._products():
+            outputs = unrolled(self.head, ids, known_of_all, len(self.depths))
         counts = self._scored(texts)
         with torch.no_grad():
             last = self._access.logits(self._scored_states(texts)[:, -1])
             goals, best = goals_of(last, self.vocabulary, self._index)
         return [x[counts] for x in outputs], goals, best
+
+    def _products(self) -> torch.autocast:
+        """In training, the head's matrices multiply in bfloat16 where there are instructions for
+        it; the target's states and what is measured are of full precision."""
+        device = self.target.device.type
+        dtype = product_type(device)
+        fast = dtype != torch.float32 and torch.is_grad_enabled()
+        return torch.autocast(device, dtype, enabled=fast)
 
     def _form(self) -> dict[str, Any]:
         return {"depths": list(self.depths)}
