@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from forerun.drafters.eagle3 import Eagle3
 from forerun.errors import ModelError, SettingError
 from forerun.model import Model, drafter_spec
 from forerun.runtime import Rows, torch_rows
+from forerun.runtime.drafts import rounded
 from forerun.testing import ScriptedModel
 from forerun.training.eagle import Eagle3Trainer, begin_linear, unrolled
 from forerun.training.fit import Document
@@ -193,6 +195,20 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for bad in ("", 3):
         with pytest.raises(SettingError, match="eagle3 path"):
             Eagle3(bad)  # type: ignore[arg-type]
+
+
+def test_a_head_in_its_targets_folder_is_found_and_may_be_in_8_bits(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"none comes with this one.*train-draft eagle3"):
+        Eagle3().build(torch_rows(build("llama")), None)
+    shutil.copytree(DATA / "llama", tmp_path / "eagle3")
+    rows, file = torch_rows(build("llama")), tmp_path / "eagle3" / "model.safetensors"
+    rows.facts = replace(rows.facts, name=str(tmp_path))
+    whole = Eagle3().build(rows, None)
+    save_file(rounded(load_file(file)), file)
+    eighth = Eagle3().build(rows, None)
+    x = torch.randn(5, 32)
+    near, far = (d._head.logits(x) for d in (whole, eighth))
+    assert 0 < float((near - far).abs().max()) < 0.02 * float(near.abs().max())
 
 
 def test_the_default_depths_are_eagles_own() -> None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forerun.drafters.base import Drafter, DrafterSpec
+from forerun.drafters.base import Drafter, TrainedDraft
 from forerun.drafters.eagle import EagleDrafter
-from forerun.errors import require
 from forerun.runtime.base import Rows
 from forerun.runtime.eagle3 import depths_of, load_head, read_config
 from forerun.runtime.support import check_decoder_only
 
 
 @dataclass(frozen=True)
-class Eagle3(DrafterSpec):
+class Eagle3(TrainedDraft):
     """A head of EAGLE-3, as its makers publish it, drafts token by token on the target's states.
 
     Args:
-        path: a folder of `speculators`, or of the authors' layout, trained for this target.
+        path: a folder of `speculators`, or of the authors' layout, trained for this target. None:
+            the folder `eagle3` in the target's own.
 
     Reference: Li et al. 2025, EAGLE-3: Scaling up Inference Acceleration of Large Language Models
     via Training-Time Test, section 3; `Eagle3DraftModel` in speculators.
@@ -28,22 +28,19 @@ class Eagle3(DrafterSpec):
     paper: ClassVar[str] = "Li et al. 2025 (EAGLE-3)"
     bibtex: ClassVar[str] = "eagle32025"
     on_torch: ClassVar[bool] = True
-
-    path: str
-
-    def __post_init__(self) -> None:
-        good = isinstance(self.path, str) and bool(self.path)
-        require(good, "eagle3 path", self.path, "a folder with a published EAGLE-3 head")
+    kind: ClassVar[str] = "eagle3"
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, on the target's states.
 
         Raises:
-            SettingError: the target's runtime gives no states, or has no such depths.
+            SettingError: no head comes with the target, or its runtime gives no states, or has no
+                such depths.
             ModelError: the head is damaged, another target's, or of a form that is not read.
         """
-        check_decoder_only(target, "eagle3")
-        depths = depths_of(read_config(self.path), target.facts.layers)
+        check_decoder_only(target, self.kind)
+        folder = self.folder(target)
+        depths = depths_of(read_config(folder), target.facts.layers)
         states = target.executor.tap(depths)
-        head, tokens = load_head(self.path, target, states.width, len(depths))
-        return EagleDrafter(target, states, head, tokens, self.path)
+        head, tokens = load_head(folder, target, states.width, len(depths))
+        return EagleDrafter(target, states, head, tokens, folder)

@@ -226,6 +226,7 @@ def own_draft(target: str | Path, kind: str) -> str | None:
     """The draft that comes with a target: the folder of that kind in its own, if any."""
     folder = Path(target, kind)
     try:
-        return str(folder) if str(target) and (folder / ABOUT).is_file() else None
+        there = str(target) and any((folder / name).is_file() for name in (ABOUT, "config.json"))
+        return str(folder) if there else None
     except (OSError, ValueError):  # no name of a file
         return None

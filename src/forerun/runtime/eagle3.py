@@ -13,7 +13,14 @@ from torch import nn
 
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import check_shapes, read_tensors, shapes_of, write_json, write_tensors
+from forerun.runtime.drafts import (
+    check_shapes,
+    read_tensors,
+    shapes_of,
+    widened,
+    write_json,
+    write_tensors,
+)
 from forerun.runtime.eagle import HeadForm, Norm, StateHead, rms
 from forerun.runtime.load import read_json
 from forerun.runtime.packing import dense
@@ -230,7 +237,7 @@ def _tensors(folder: str) -> dict[str, torch.Tensor]:
             "'model.safetensors') makes one"
         )
         raise ModelError(f"{folder!r} holds no .safetensors{hint if pickled else ''}")
-    out = read_tensors(folder, files)
+    out = widened(read_tensors(folder, files))
     short = {n.removeprefix("midlayer.").removeprefix("layers.0."): t for n, t in out.items()}
     return {n: t for n, t in short.items() if not n.startswith(ASIDE) and "rotary_emb" not in n}
 
