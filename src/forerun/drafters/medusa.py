@@ -44,28 +44,22 @@ class MedusaDrafter(Drafter):
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """A token of each head in turn, as far as the controllers want."""
-        left: dict[int, torch.Tensor] = {}
-        for row, text in enumerate(texts):
-            if text is not None and len(text) > 1:
-                states = self._states.read(row, len(text) - 2, len(text) - 1)
-                if len(states):
-                    left[row] = states[0]
-        if not left:
+        ends = [max(len(text or ()) - 1, 1) for text in texts]
+        left = [self._states.read(row, end - 1, end) for row, end in enumerate(ends)]
+        known = [text if len(own) else None for text, own in zip(texts, left, strict=True)]
+        if not any(known):
             return Proposal.none(len(texts))
-        known = [text if row in left else None for row, text in enumerate(texts)]
-        most = [min(n, self._width) for n in most]
-        hidden, vocab = self._access.norm(torch.stack([*left.values()])), self.target.vocab_size
+        # A row without a state, which drafts nothing, has zeros.
+        padded = torch.nn.utils.rnn.pad_sequence(left, batch_first=True)[:, 0]
+        hidden, vocab = self._access.norm(padded), self.target.vocab_size
 
         def ask(head: int, texts: Texts) -> torch.Tensor:
             began = time.perf_counter()
             logits = spread(self._heads.logits(head, hidden), self._heads.tokens, vocab)
-            if len(left) < len(texts):
-                asked, logits = logits, logits.new_zeros(len(texts), vocab)
-                logits[[*left]] = asked
             self.seconds += time.perf_counter() - began
             return logits
 
-        return step_by_step(ByPlace(ask), known, most, guide)
+        return step_by_step(ByPlace(ask), known, [min(n, self._width) for n in most], guide)
 
 
 @dataclass(frozen=True)

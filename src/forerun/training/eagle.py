@@ -82,6 +82,11 @@ class HeadTrainer(StatesTraining):
         """Up, level for a third, and down in a line."""
         return min(1.0, 30 * share, max(0.05, 1 - (share - 0.3) / 0.7))
 
+    def train(self, texts: Sequence[Document]) -> Iterator[dict[str, Any]]:
+        """Steps to the end of the settings; what stands before an answer is learned from, too,
+        since every step reads it."""
+        return super().train([text._replace(start=0) for text in texts])
+
     def _losses(self, texts: Sequence[Document], rng: random.Random) -> Iterator[torch.Tensor]:
         count = sum(text.positions for text in texts)
         for part in self._batches(texts):
