@@ -22,9 +22,9 @@ from forerun.drafters.memory import fingerprint as tokens_of
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import SettingError
 from forerun.runtime import gguf
-from forerun.runtime.base import CHUNK, LOGITS, Best, Rows
+from forerun.runtime.base import CHUNK, LOGITS, Best, Facts, Rows
 from forerun.runtime.drafts import own_draft, read_about, spread
-from forerun.runtime.eagle import KIND, StateReader, head_rows, load_eagle
+from forerun.runtime.eagle import KIND, EagleHead, HeadExecutor, StateReader, load_eagle
 from forerun.runtime.states import States
 from forerun.runtime.support import check_decoder_only
 
@@ -198,3 +198,17 @@ def shipped_head(identity: str, tokenizer: str = "*") -> str | None:
     """
     folders = HEADS.glob(f"{tokenizer}-{identity}.*") if identity else ()
     return next(map(str, folders), None)
+
+
+def head_rows(head: StateReader, vocab: int, target: Rows, name: str) -> Rows:
+    """Rows of a head that says `vocab` tokens: of our own, on the kind of executor that runs its
+    target."""
+    facts = Facts(vocab, target.limit, layers=1, weights=head.weights, token_bytes=head.token_bytes,
+                  executor="torch", name=name)  # fmt: skip
+    if isinstance(head, EagleHead):
+        if target.facts.executor == "openvino":
+            from forerun.runtime.openvino.eagle import openvino_head
+
+            return Rows(openvino_head(head, facts, target.executor))
+        head = head.to(target.device)
+    return Rows(HeadExecutor(head, facts, target.device))

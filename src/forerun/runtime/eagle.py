@@ -15,7 +15,7 @@ from torch import nn
 
 from forerun.errors import ModelError, SettingError, UnsupportedModelError
 from forerun.runtime.attention import additive
-from forerun.runtime.base import Facts, Pieces, Rows
+from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, shapes_of
 from forerun.runtime.packing import dense
@@ -342,17 +342,3 @@ class HeadExecutor(PaddedExecutor):
         )
         self._note(now, x)
         return self.head.logits(now.pick(x))
-
-
-def head_rows(head: StateReader, vocab: int, target: Rows, name: str) -> Rows:
-    """Rows of a head that says `vocab` tokens: of our own, on the kind of executor that runs its
-    target."""
-    facts = Facts(vocab, target.limit, layers=1, weights=head.weights, token_bytes=head.token_bytes,
-                  executor="torch", name=name)  # fmt: skip
-    if isinstance(head, EagleHead):
-        if target.facts.executor == "openvino":
-            from forerun.runtime.openvino.eagle import openvino_head
-
-            return Rows(openvino_head(head, facts, target.executor))
-        head = head.to(target.device)
-    return Rows(HeadExecutor(head, facts, target.device))
