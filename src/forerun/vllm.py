@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from forerun.hosts.vllm_proposer import Proposer
+from forerun.hosts.vllm_requests import Proposer, logger, setting
 from forerun.hosts.vllm_requests import check_requests as register
-from forerun.hosts.vllm_requests import logger, setting
 
 __all__ = ["Proposer", "Scheduler", "register"]
 

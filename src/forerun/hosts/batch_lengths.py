@@ -138,14 +138,12 @@ class BatchLengths:
         Nothing if it is here."""
         if request in self.names:
             return
-        controller = self.default
         try:
-            controller = controller if spec is None else controller_of(spec)
+            controller = self.default if spec is None else controller_of(spec)
             self._lengths.join(controller, certain)
         except Exception as error:  # of anybody's policy; specs are checked where requests enter
             logger.warning("request %s decodes plainly: %s", request, error)
-            controller = FixedLength(0)
-            self._lengths.join(controller, certain)
+            self._lengths.join(controller := FixedLength(0), certain)
         self.names[request] = CONTROLLERS.text(controller)
 
     def leave(self, requests: Iterable[str]) -> None:
@@ -179,22 +177,18 @@ class BatchLengths:
             self.costs.add(rows, context, sum(drafted) / rows, drafts, seconds)
         rounds = [judged.get(request) for request in self.names]
         seen = {i: one for i, one in enumerate(rounds) if one is not None}
-        outcome = Outcome(
-            {i: one.accepted + 1 for i, one in seen.items()},
-            {i: one.drafted for i, one in seen.items()},
-            drafts,  # their time is this step's, whatever they bring in the next
-            seconds if timed else None,
-        )
+        committed = {i: one.accepted + 1 for i, one in seen.items()}
+        counts = {i: one.drafted for i, one in seen.items()}
+        # The time of drafts is this step's, whatever they bring in the next.
+        outcome = Outcome(committed, counts, drafts, seconds if timed else None)
         shown = [[Token()] * (r.drafted if r else 0) for r in rounds]
         self._lengths.observe(costs, rounds, shown, outcome)
         self._log()
 
     def _log(self) -> None:
         names = list(self.names)
-        for i, error in self._lengths.failed.items():
-            if (request := names[i]) not in self._logged:
+        for request, error in ((names[i], e) for i, e in self._lengths.failed.items()):
+            if request not in self._logged:
                 self._logged.add(request)
-                spec = self.names[request]
-                logger.warning(
-                    "request %s decodes plainly, for %s failed: %r", request, spec, error
-                )
+                spec, why = self.names[request], "request %s decodes plainly, for %s failed: %r"
+                logger.warning(why, request, spec, error)

@@ -26,8 +26,8 @@ REPORTED = (
 )  # fmt: skip
 """Statistics over all texts that were written; rates are None if there are none."""
 DRAWN = "temperature", "top_p", "top_k", "min_p"
-Wrote = Callable[[Sequence[Completion], float], None]
-"""Told texts that are complete, and when they began by `time.perf_counter`."""
+Newest = Callable[[], Sequence[Completion]]
+"""The texts that were written last."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,21 @@ def evaluate(
         raise SettingError(f"lm-eval has no task {', '.join(unknown)}; see `lm-eval ls tasks`")
     lossless, seconds, texts, rounds = RULES.make(model.rule).lossless, 0.0, 0, list[Round]()
 
-    def wrote(completions: Sequence[Completion], began: float) -> None:
-        nonlocal seconds, texts
-        seconds, texts = seconds + time.perf_counter() - began, texts + len(completions)
-        rounds.extend(r for completion in completions for r in completion.rounds)
+    made, newest = _harnessed(model)
+    generate = made._model_generate
 
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seconds, texts
+        began = time.perf_counter()
+        out = generate(*args, **kwargs)
+        seconds, texts = seconds + time.perf_counter() - began, texts + len(newest())
+        rounds.extend(r for completion in newest() for r in completion.rounds)
+        return out
+
+    made._model_generate = timed
     results: dict[str, Any] = harness.simple_evaluate(
-        model=_harnessed(model, wrote), tasks=list(tasks), task_manager=manager, limit=limit,
-        log_samples=False,
-    )  # fmt: skip
+        model=made, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False
+    )
     scored = [n for n, c in results["configs"].items() if c["output_type"] != "generate_until"]
     if scored and not lossless:
         warnings.warn(
@@ -97,36 +103,28 @@ def evaluate(
     return results
 
 
-def _harnessed(how: Evaluated, wrote: Wrote) -> Any:
+def _harnessed(how: Evaluated) -> tuple[Any, Newest]:
     """lm-eval's own model over the attached one, or over an engine of another runtime."""
     kind = optional("lm_eval.models.huggingface", "lm-eval").HFLM
     if how.runtime != "torch":
-        return _over_engine(kind, how, wrote)
+        return _over_engine(kind, how)
     hf, tokenizer = load_model(how.target, dtype=how.dtype), load_tokenizer(how.target)
     speculative = attach(hf, how.draft, how.controller, how.rule, tokenizer)
-    attached = hf.generate
-
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        out = attached(*args, **kwargs)
-        wrote(speculative.last, began)
-        return out
-
-    hf.generate = generate
-    return kind(pretrained=hf, tokenizer=tokenizer, batch_size=how.batch_size)
+    made = kind(pretrained=hf, tokenizer=tokenizer, batch_size=how.batch_size)
+    return made, lambda: speculative.last
 
 
-def _over_engine(kind: Any, how: Evaluated, wrote: Wrote) -> Any:
+def _over_engine(kind: Any, how: Evaluated) -> tuple[Any, Newest]:
     """An `HFLM` whose texts are written speculatively; given ones are scored one at a time in plain
     passes."""
     model = load(how.target, how.draft, runtime=how.runtime, dtype=how.dtype)
-    pad, rows = model.tokenizer.pad_token_id, model.target
-    harness = kind(
+    pad, rows, done = model.tokenizer.pad_token_id, model.target, list[Completion]()
+    made = kind(
         pretrained=SimpleNamespace(device=torch.device("cpu"), config=PreTrainedConfig()),
         backend="causal", tokenizer=model.tokenizer, max_length=rows.limit,
         batch_size=how.batch_size,
     )  # fmt: skip
-    scored = harness._loglikelihood_tokens
+    scored = made._loglikelihood_tokens
 
     def call(inps: torch.Tensor, **_: Any) -> torch.Tensor:
         texts = inps.tolist()
@@ -145,13 +143,12 @@ def _over_engine(kind: Any, how: Evaluated, wrote: Wrote) -> Any:
     ) -> torch.Tensor:
         kept = zip(context, attention_mask.bool(), strict=True)
         drawn = {name: asked[name] for name in DRAWN if name in asked and asked.get("do_sample")}
-        most, began = max_length - context.shape[1], time.perf_counter()
-        done = model.generate(
+        most = max_length - context.shape[1]
+        done[:] = model.generate(
             [row[inside].tolist() for row, inside in kept], controller=how.controller,
             rule=how.rule, batch_size=how.batch_size,
             sampling=Sampling(**drawn, max_new_tokens=most, stop=tuple(stop)),
         )  # fmt: skip
-        wrote(done, began)
         for completion in done:
             if completion.error is not None:
                 raise GenerationError(completion.error, completion)
@@ -161,6 +158,6 @@ def _over_engine(kind: Any, how: Evaluated, wrote: Wrote) -> Any:
         ]
         return pad_sequence(texts, batch_first=True, padding_value=pad)
 
-    harness._model_call, harness._model_generate = call, generate
-    harness._loglikelihood_tokens = lambda *args, **more: scored(*args, **more | {"override_bs": 1})
-    return harness
+    made._model_call, made._model_generate = call, generate
+    made._loglikelihood_tokens = lambda *args, **more: scored(*args, **more | {"override_bs": 1})
+    return made, lambda: done

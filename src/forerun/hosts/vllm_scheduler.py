@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,11 +14,16 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.version import __version__ as version
 
 from forerun.hosts.batch_lengths import BatchLengths, judged_round
-from forerun.hosts.vllm_proposer import DEFAULT_DRAFT
-from forerun.hosts.vllm_requests import CONTROLLER, differs, setting, unsupported
+from forerun.hosts.vllm_requests import (
+    CONTROLLER,
+    DEFAULT_DRAFT,
+    differs,
+    logger,
+    setting,
+    unsupported,
+)
 from forerun.model import DEFAULT_CONTROLLER
 
-logger = logging.getLogger("vllm.forerun")
 DRAFTED = Counter("forerun_drafted_tokens", "Drafted tokens that were judged", ["controller"])
 ACCEPTED = Counter("forerun_accepted_tokens", "Drafted tokens that were accepted", ["controller"])
 
