@@ -116,6 +116,7 @@ def served(
     chances: Sequence[float] = (0.95, 0.85, 0.6, 0.3),
     drafts: float = 1.0,
     steps: int = 300,
+    held_up: float = 0.0,
 ) -> float:
     """Tokens per second of so many steps, a plain one of a second, as is reading a prompt.
 
@@ -125,8 +126,9 @@ def served(
         added: seconds that drafting a token adds to a step, and judging one in every row.
         chances: of requests, that a drafted token is accepted.
         drafts: share of rounds in which the drafter has anything to propose.
+        held_up: share of steps that the clock shows five times as long as they are.
     """
-    lengths, joined = BatchLengths(spec, most=8), 0
+    lengths, joined, clock = BatchLengths(spec, most=8), 0, np.random.default_rng(9)
     running: dict[str, VirtualRequest] = {}
     tokens = seconds = 0.0
     for _ in range(steps):
@@ -146,6 +148,7 @@ def served(
         longest, mean = max(limits.values()), sum(j.drafted for j in judged.values()) / rows
         took = 1 + added[0] * longest + added[1] * mean
         seconds += took + joins
+        took *= 1 + 4 * bool(clock.random() < held_up)
         lengths.observe(judged, 100.0, longest, None if joins else took)
         for name, request in list(running.items()):
             tokens += judged[name].accepted + 1
@@ -179,6 +182,11 @@ def test_auto_is_the_best_length_of_a_mixed_batch(
     """A draft step is shared by all rows, what is judged is not; an n-gram draft costs no step."""
     fixed = [served(f"fixed({n})", rows, added, drafts=drafts) for n in (0, 1, 2, 4, 8)]
     assert served("auto", rows, added, drafts=drafts) >= max(0.95 * max(fixed), fixed[0])
+
+
+def test_steps_that_the_machine_held_up_do_not_rest_a_batch() -> None:
+    fixed = [served(f"fixed({n})", 16, (0.25, 0.03)) for n in (0, 1, 2)]
+    assert served("auto", 16, (0.25, 0.03), held_up=0.03) >= 0.97 * max(fixed)
 
 
 def test_costs_come_from_steps_of_their_shape() -> None:

@@ -28,9 +28,11 @@ SAMPLES, LOW = 12, 0.25
 STALE, SOON = 64, 8
 """Steps of a shape after which one without drafts is timed anew, and for the first time, if one of
 another shape was; else it is after one."""
-PRIOR = np.array([0.5, 0.05])
+PRIOR = np.array([0.75, 0.05])
 """Shares of a plain step that drafting a token, and judging one a row, are taken to add, as if each
 was timed once: dear, so that the first draft is a token."""
+HELD_UP = 4.0
+"""Tokens' time that a step is booked for at most beyond its costs, divided among its rows."""
 NOTHING = 1e-6
 """The least that they add."""
 PLAIN, PARTS = (0, 0), 4
@@ -179,8 +181,11 @@ class BatchLengths:
         seen = {i: one for i, one in enumerate(rounds) if one is not None}
         committed = {i: one.accepted + 1 for i, one in seen.items()}
         counts = {i: one.drafted for i, one in seen.items()}
-        # The time of drafts is this step's, whatever they bring in the next.
-        outcome = Outcome(committed, counts, drafts, seconds if timed else None)
+        # The time of drafts is this step's, whatever they bring in the next. Of a step that the
+        # machine held up little is booked beyond what costs say.
+        known = costs.round_seconds(drafts, 1 + sum(drafted) / rows)
+        took = min(seconds, known + HELD_UP * costs.plain / rows) if timed and seconds else None
+        outcome = Outcome(committed, counts, drafts, took)
         shown = [[Token()] * (r.drafted if r else 0) for r in rounds]
         self._lengths.observe(costs, rounds, shown, outcome)
         self._log()
