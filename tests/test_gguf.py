@@ -167,8 +167,7 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
     same = [again.run([i], [IDS[i : i + 1]], [1])[0, 0].numpy() for i in range(len(IDS))]
     assert np.array_equal(same, one), "a text does not depend on which start it is"
     for start in (executor, again):
-        tokens = {start._forms.fitting(n) for n in range(1, 6)}
-        assert tokens == {start._forms.open}, "no graph that was not compared"
+        assert [start._forms.fitting(n).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
 
 
 def test_what_a_file_says(file: Path) -> None:
@@ -331,8 +330,13 @@ def test_what_would_be_loaded_is_said_before(file: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_memory_that_a_file_will_need(
-    file: Path, tensors: dict[str, tuple[int, str]], said: tuple[float, float]
+    file: Path,
+    tensors: dict[str, tuple[int, str]],
+    said: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """On a CPU that rounds no inputs; one more graph is kept where it does."""
+    monkeypatch.setattr("forerun.runtime.openvino.blocks.rounds_inputs", lambda: False)
     listed = [Tensor(name, (count,), kind, 0) for name, (count, kind) in tensors.items()]
     line = _gguf(replace(read(file), tensors=tuple(listed)), installed=True)[3]
     loaded, most = said

@@ -56,10 +56,8 @@ def reference_of(executor: Executor) -> Logits:
     return np.stack(logits)
 
 
-def fewest_tokens(executor: Any, rounds: bool) -> int | None:
-    """The width that rows must be padded to for passes to compute the same, whatever their widths
-    and what is beside them: 1, or 2 where one token takes another kernel than several do; None
-    where no padding helps. The executor is padded so.
+def passes_agree(executor: Executor, rounds: bool) -> bool:
+    """Whether passes compute the same whatever their widths and what is beside a row.
 
     Args:
         executor: with no rows.
@@ -68,19 +66,15 @@ def fewest_tokens(executor: Any, rounds: bool) -> int | None:
     """
     text = texts(executor.facts.vocab_size, executor.facts.limit)[1]
     start = max(len(text) - max(_WIDTHS), 1)
-    for least in (1, 2):
-        executor.pad(least)
-        executor.run([0, 0], [text[:start], text[:1]], [0, 0])
-        seen = [executor.run([start, 1], [text[start : start + n], []], [n, 0]) for n in _WIDTHS]
-        seen += [
-            executor.run([start, 1], [text[start : start + n], text[1:2]], [n, 0]) for n in _WIDTHS
-        ]
-        executor.keep([], [])
-        first, *others = (logits[0, 0].numpy() for logits in seen)
-        most = 0 if rounds else ROUNDING * float(np.abs(first).max())
-        if all(float(np.abs(first - other).max()) <= most for other in others):
-            return least
-    return None
+    executor.run([0, 0], [text[:start], text[:1]], [0, 0])
+    first, *others = (
+        executor.run([start, 1], [text[start : start + n], beside], [n, 0])[0, 0].numpy()
+        for beside in ([], text[1:2])
+        for n in _WIDTHS
+    )
+    executor.keep([], [])
+    most = 0 if rounds else ROUNDING * float(np.abs(first).max())
+    return all(float(np.abs(first - other).max()) <= most for other in others)
 
 
 @torch.inference_mode()

@@ -53,12 +53,13 @@ tokens on matrix units: of 0.5 billion weights one of 5, 8, 16 tokens takes 35, 
 several 55, 53, 112. A single token would take 32 on them, and takes 23."""
 LARGEST_LEAST = 2
 """Tokens that rows of passes may have to be padded to."""
-PACKED_SIZES = (1,), ()
-"""Those of a model of 4- to 6-bit weights. Drafting makes passes of one token and of several take
-turns, and an open graph prepares all its nodes anew at each change: of SmolLM2 (Q4_1, AVX2) 31 ms
-of CPU a token for 27 among its like, 64 for 55 of five tokens; with a graph for one token no more
-than among its like. Another for five would gain nothing where two tokens are padded to it. Where
-passes are padded there is none: that it computes what the open graph does was not tried there."""
+PACKED_SIZES = {1: (1,), 2: (2, 5)}
+"""Those of a model of 4- to 6-bit weights, by the tokens that rows are padded to. Drafting makes
+passes of few tokens and of several take turns, and an open graph prepares all its nodes anew at
+each change: of SmolLM2 (Q4_1, AVX2) 31 ms of CPU a token for 27 among its like, 64 for 55 of five
+tokens; with a graph for one token no more than among its like. Another for five gains nothing
+there, where five tokens take twice the time of one; where inputs are rounded they take a sixth
+more."""
 SMALLEST_WIDE = 24 << 20
 """Bytes of weights from which a model is not small."""
 
@@ -75,7 +76,7 @@ def is_packed(facts: Facts) -> bool:
     return facts.precision.startswith(("Q4", "Q5", "Q6", "int4"))
 
 
-def sizes(facts: Facts, halved: bool, tiled: bool) -> tuple[list[int], list[int]]:
+def sizes(facts: Facts, halved: bool, tiled: bool, least: int) -> tuple[list[int], list[int]]:
     """Those that are worth their memory, of `SIZES` and their like."""
     size = weighed(facts)
     alone: tuple[int, ...]
@@ -83,7 +84,7 @@ def sizes(facts: Facts, halved: bool, tiled: bool) -> tuple[list[int], list[int]
     wide = TILED_SIZES if tiled else SIZES
     alone, shared = wide if size >= SMALLEST_WIDE else SMALL_SIZES
     if is_packed(facts):
-        alone, shared = PACKED_SIZES
+        alone, shared = PACKED_SIZES[least], ()
     if size >= SMALLEST_WIDE and not halved:  # nothing makes four tokens cheaper than five then
         alone = tuple(n for n in alone if n != HALVED)
     copies = [size // 2 if tiled or (halved and n <= HALVED) else size for n in (*alone, *shared)]
@@ -292,7 +293,7 @@ class Forms:
                 widened()  # once, not in every thread
             return _compiled(lambda n: made(n, tiled and n > HALVED), sizes)
 
-        alone, shared = sizes(facts, halved, tiled)
+        alone, shared = sizes(facts, halved, tiled, least)
         self._later = partial(compiled, shared) if shared else None  # holds the graph
         self._pools: dict[str, list[ov.Tensor]] = {}
         self._tell: Tell | None = None

@@ -21,14 +21,14 @@ from forerun.runtime.encoder_decoder import Encoder
 from forerun.runtime.encoder_decoder import facts_of as sourced_facts
 from forerun.runtime.load import EXPORTED, checkpoint_files, counted, exported, load_model
 from forerun.runtime.openvino import store
-from forerun.runtime.openvino.blocks import rounds_inputs
-from forerun.runtime.openvino.executor import PRECISIONS, OpenVINOExecutor, settings
+from forerun.runtime.openvino.blocks import GROUP, rounds_inputs
+from forerun.runtime.openvino.executor import GROUPS, PRECISIONS, OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import HALF, Widened, export, halved, in_fp32, reason
 from forerun.runtime.openvino.nodes import attach, tap
 from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
 from forerun.runtime.openvino.weights import hold
 from forerun.runtime.padded import facts_of
-from forerun.runtime.probe import fewest_tokens, probe, reference, reference_of
+from forerun.runtime.probe import passes_agree, probe, reference, reference_of
 from forerun.runtime.states import States
 from forerun.runtime.support import refusal
 from forerun.runtime.timing import machine
@@ -190,19 +190,18 @@ def _compiled(
     about = [entry, facts.precision, threads or torch.get_num_threads(), machine(CPU)]
     key = sha256(json.dumps(about).encode()).hexdigest()[:32]
     known = kept_json("widths", key) if entry else None
-    for group, fewest in [known] if known else [(None, 0), (0, 0)]:
-        # A graph for one token takes long to compile, and is not used where rows are padded.
-        least = fewest or (2 if group is None and rounds_inputs() else 1)
+    rounds = GROUPS.get(facts.precision, GROUP) > 0 and rounds_inputs()
+    tries = [(None, 2), (0, 1)] if rounds else [(None, 1), (None, 2), (0, 1)]
+    for group, least in [known] if known else tries:
         try:
             executor = OpenVINOExecutor(
                 graph, facts, threads, group, again if entry else None, least
             )
         except RuntimeError as error:  # OpenVINO has no other
             raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
-        rounds = executor.group > 0 and rounds_inputs()
-        if fewest := fewest or fewest_tokens(executor, rounds):
-            if entry:
-                keep_json("widths", key, [group, fewest])
+        if known or passes_agree(executor, rounds and group is None):
+            if entry and not known:
+                keep_json("widths", key, [group, least])
             break
     return executor
 
