@@ -118,8 +118,8 @@ class GGUF:
     @property
     def rotations(self) -> NDArray[np.float32] | None:
         """The numbers of `ROTATIONS`; None if it has none."""
-        found = (self.floats(name) for name in ROTATIONS)
-        return next((numbers for numbers in found if numbers is not None), None)
+        factors = (self.floats(name) for name in ROTATIONS)
+        return next((numbers for numbers in factors if numbers is not None), None)
 
     @cached_property
     def limit(self) -> int:

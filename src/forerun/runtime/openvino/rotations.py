@@ -32,9 +32,9 @@ def halve(graph: ov.Model) -> int:
     tables: dict[str, ov.Node] = {}
     done = 0
     for node in graph.get_ordered_ops():
-        if (found := _rotation(node)) is None:
+        if (rotation := _rotation(node)) is None:
             continue
-        heads, product, angles = found
+        heads, product, angles = rotation
         count, width = (size.get_length() for size in list(heads.get_partial_shape())[2:])
         for angle in angles:
             if angle.get_name() not in tables:
