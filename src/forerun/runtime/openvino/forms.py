@@ -226,17 +226,15 @@ class Form:
         """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""
         self._shape = counts, wanted
         fed = [(row, *span) for row, span in enumerate(spans(self.fed(counts))) if counts[row]]
-        heads = []
-        for row, first, _ in fed:
-            heads += range(first + counts[row] - wanted[row], first + counts[row])
+        ends = {row: first + counts[row] for row, first, _ in fed}
+        heads = [at for row, end in ends.items() for at in range(end - wanted[row], end)]
         size = self.tokens or fed[-1][2]
         seen = self.tokens or (heads and max(len(heads), self._least)) or 0
         fed[-1] = *fed[-1][:2], size
         if self.tell or [row for row, *_ in fed] != [row for row, *_ in self._fed]:
             self._version = -1
         self._fed, request = fed, self.request
-        ends = [last for *_, last in fed]
-        request.input("subsequence_begins", len(ends) + 1)[1:] = array("i", ends)
+        request.input("subsequence_begins", len(fed) + 1)[1:] = array("i", [x[2] for x in fed])
         request.input("wanted", seen)[: len(heads)] = array("q", heads)
         self._logits = request.output(seen)[: len(heads)]
         self._past = request.input("past_lens", len(fed))
