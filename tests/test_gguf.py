@@ -19,6 +19,7 @@ from forerun.errors import (
     SettingError,
     UnsupportedModelError,
 )
+from forerun.model import default_draft
 from forerun.runtime import gguf as gguf_reader
 from forerun.runtime import load_model, load_tokenizer
 from forerun.runtime.gguf import Tensor, locate, read
@@ -168,6 +169,16 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
     assert np.array_equal(same, one), "a text does not depend on which start it is"
     for start in (executor, again):
         assert [start._forms.fitting(n).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
+
+
+def test_smollm2_drafts_for_large_files(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Path("small.gguf")
+    monkeypatch.setattr(zoo, "smollm2", lambda: small)
+    assert default_draft(file) == "memory"
+    monkeypatch.setattr("forerun.model.MANY", 1)
+    assert default_draft(file) == small
+    monkeypatch.setattr(zoo, "smollm2", lambda: None)
+    assert default_draft(file) == "memory"
 
 
 def test_what_a_file_says(file: Path) -> None:

@@ -166,14 +166,15 @@ class Meter:
         reads another that did, and of the first round of a shape, which takes what no other does
         again; 0 of the first reading. None, too, of rounds without a draft, which nobody books.
 
-        Costs are what passes take undisturbed, and the clock's noise is no loss of drafts: the
-        seconds are divided by how far off costs plain rounds are in the middle; in batches, whose
-        rounds are few and long, they are how far off rounds with a draft are in the middle. Not at
-        first, where passes get faster.
+        Costs are what passes take undisturbed, and the clock's noise is no loss of drafts: of a row
+        alone the seconds are divided by how far off costs plain rounds are in the middle; of a
+        batch, whose rounds are few and long, they are what costs say times how far off rounds with
+        a draft are in the middle. Not at first, where passes get faster.
         """
         if not lap.steps and lap.width == 1 and not lap.reading_tokens:
             return None, 0.0
-        noise = median(self._off[0]) if self._off[0] and self._rounds > STALE else 1.0
+        settled = self._rounds > STALE and lap.rows == 1
+        noise = median(self._off[0]) if settled and self._off[0] else 1.0
         timed = self._reading is not None and not lap.compiled
         reading = lap.reading_seconds / noise if timed else 0.0
         if self._reading:
