@@ -16,6 +16,7 @@ from real import smollm2
 
 pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
 
+from forerun.runtime.base import CHUNK
 from forerun.runtime.probe import ROUNDING
 
 PROMPTS = (
@@ -69,3 +70,12 @@ def test_widths_and_chunks_compute_the_same(model: Model) -> None:
     for logits in passes.values():
         assert np.abs(logits - passes[2]).max() <= most
     assert all((passes[width] == passes[2]).all() for width in (4, 8))
+
+
+def test_a_long_prompt_behind_a_drafted_text(model: Model) -> None:
+    """The head reads it in pieces, none of which goes on from the text before."""
+    for text in (PROMPTS[0], "Shelf 7 holds 12 boxes of letters. " * 120):
+        ids = chat(model, text)
+        drafted = model.generate(ids, max_new_tokens=8, controller="fixed(4)")
+        assert drafted.tokens == model.generate(ids, max_new_tokens=8, plain=True).tokens
+    assert len(ids) > CHUNK

@@ -76,13 +76,13 @@ class EagleDrafter(RowsDrafter):
 
     def follow(self, texts: Texts) -> None:
         """Read along, as far as the target has come."""
+        self._newest.clear()
         lengths = self.target.lengths
         self._read([t and t[: n + 1] for t, n in zip(texts, lengths, strict=True)], leave=0)
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """Read what was kept of the last draft, with the target's states, then draft on."""
         self._restore()
-        self._newest.clear()
         self._read(texts, leave=CHUNK)
         return step_by_step(self, texts, most, guide)
 
@@ -128,6 +128,7 @@ class EagleDrafter(RowsDrafter):
             self._executor.given = torch.cat(out)
 
     def _restore(self) -> None:
+        self._newest.clear()
         for row, length in self._true.items():
             self.rows.rollback(row, length)
         self._true.clear()
