@@ -3,8 +3,6 @@
 Nothing of vLLM is imported before its scheduler is made, or its plug-ins are called.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from forerun.hosts.vllm_requests import Proposer, logger, setting
@@ -19,8 +17,7 @@ class Scheduler:
     is, and one line of the log says why."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """The scheduler for this configuration, synchronous or not; one that records a trace, if a
-        file is named for it."""
+        """By this configuration of vLLM; one that records a trace, if it names a file for it."""
         from forerun.hosts import vllm_scheduler as hosted
 
         scheduler = hosted.scheduler_class(vllm_config)(vllm_config, *args, **kwargs)

@@ -65,25 +65,22 @@ class StepCosts:
 
     def costs(self, rows: int, context: float) -> Costs:
         """Of a batch of so many rows; of the nearest that was timed, if it was not."""
-        wanted = _shape(rows, context)
-        timed = [shape for shape in self._shapes if self._times(shape)]
-        plain, added = 1.0, PRIOR
+        wanted, timed, plain, added = _shape(rows, context), self._timed(), 1.0, PRIOR
         if timed:
             near = min(timed, key=lambda s: abs(log2(s[0] / wanted[0])) + abs(s[1] - wanted[1]))
-            plain, added = _fitted(self._shapes[near])
-        draft, judging = plain * np.maximum(added, NOTHING)
-        soon = STALE if self._times(wanted) else SOON if timed else 0
-        stale = self._since_plain[wanted] > soon
-        verify = (1, plain), (2, plain + float(judging))
-        retime = "plain" if stale else ""
-        return Costs(float(draft), verify, batch=rows, packed=True, retime=retime)
+            plain, added = _fitted(timed[near])
+        draft, judging = (plain * np.maximum(added, NOTHING)).tolist()
+        soon = STALE if wanted in timed else SOON if timed else 0
+        retime = "plain" if self._since_plain[wanted] > soon else ""
+        verify = (1, plain), (2, plain + judging)
+        return Costs(draft, verify, batch=rows, packed=True, retime=retime)
 
     def timed(self, rows: int, context: float) -> bool:
         """Whether a plain step of such a batch was timed."""
-        return self._times(_shape(rows, context))
+        return _shape(rows, context) in self._timed()
 
-    def _times(self, shape: Shape) -> bool:
-        return shape in self._shapes and len(self._shapes[shape].get(PLAIN, ())) > 1
+    def _timed(self) -> dict[Shape, Kinds]:
+        return {s: kinds for s, kinds in self._shapes.items() if len(kinds.get(PLAIN, ())) > 1}
 
 
 def _shape(rows: int, context: float) -> Shape:
@@ -129,8 +126,7 @@ class BatchLengths:
 
     def __init__(self, default: str, most: int) -> None:
         self.default, self.most = controller_of(default), most
-        self.costs = StepCosts()
-        self._lengths = Lengths({}, blind=True)
+        self.costs, self._lengths = StepCosts(), Lengths({}, blind=True)
         self.names: dict[str, str] = {}
         """By request the spec of its controller, in the order of the rows of `_lengths`."""
         self._logged: set[str] = set()
@@ -162,7 +158,11 @@ class BatchLengths:
         able = [seat(left=left[r]) if r in left else None for r in self.names]
         costs = self.costs.costs(max(len(left), 1), context)
         limits = dict(zip(self.names, self._lengths.limits(costs, able), strict=True))
-        self._log()
+        for request, error in ((list(limits)[i], e) for i, e in self._lengths.failed.items()):
+            if request not in self._logged:
+                self._logged.add(request)
+                spec, why = self.names[request], "request %s decodes plainly, for %s failed: %r"
+                logger.warning(why, request, spec, error)
         return {r: max(0, min(limits.get(r, 0), self.most, n - 1)) for r, n in left.items()}
 
     def observe(
@@ -172,28 +172,20 @@ class BatchLengths:
         it `drafts` for the next one, and its `seconds`, None if it read prompts, too."""
         if not judged:
             return
-        rows, drafted = len(judged), [one.drafted for one in judged.values()]
-        timed = seconds is not None and self.costs.timed(rows, context)
-        costs = self.costs.costs(rows, context)
+        rows, took = len(judged), None
+        mean, costs = (
+            sum(r.drafted for r in judged.values()) / rows,
+            self.costs.costs(rows, context),
+        )
         if seconds is not None:
-            self.costs.add(rows, context, sum(drafted) / rows, drafts, seconds)
+            # The time of drafts is this step's, whatever they bring in the next. Of a step that the
+            # machine held up little is booked beyond what costs say.
+            known = costs.round_seconds(drafts, 1 + mean) + HELD_UP * costs.plain / rows
+            took = min(seconds, known) if self.costs.timed(rows, context) else None
+            self.costs.add(rows, context, mean, drafts, seconds)
         rounds = [judged.get(request) for request in self.names]
         seen = {i: one for i, one in enumerate(rounds) if one is not None}
         committed = {i: one.accepted + 1 for i, one in seen.items()}
         counts = {i: one.drafted for i, one in seen.items()}
-        # The time of drafts is this step's, whatever they bring in the next. Of a step that the
-        # machine held up little is booked beyond what costs say.
-        known = costs.round_seconds(drafts, 1 + sum(drafted) / rows)
-        took = min(seconds, known + HELD_UP * costs.plain / rows) if timed and seconds else None
-        outcome = Outcome(committed, counts, drafts, took)
-        shown = [[Token()] * (r.drafted if r else 0) for r in rounds]
-        self._lengths.observe(costs, rounds, shown, outcome)
-        self._log()
-
-    def _log(self) -> None:
-        names = list(self.names)
-        for request, error in ((names[i], e) for i, e in self._lengths.failed.items()):
-            if request not in self._logged:
-                self._logged.add(request)
-                spec, why = self.names[request], "request %s decodes plainly, for %s failed: %r"
-                logger.warning(why, request, spec, error)
+        shown = [[Token()] * counts.get(i, 0) for i in range(len(rounds))]
+        self._lengths.observe(costs, rounds, shown, Outcome(committed, counts, drafts, took))

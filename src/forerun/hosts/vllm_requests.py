@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-logger = logging.getLogger("vllm.forerun")
+from forerun.drafters import DRAFTERS
+from forerun.drafters.lookup import Lookup
+from forerun.drafters.rest import REST
+from forerun.drafters.suffix import Suffix
+from forerun.errors import ForerunError, require
+from forerun.hosts.batch_lengths import controller_of, logger
+
 CONTROLLER, RULE = "forerun_controller", "forerun_rule"
 """Names in `vllm_xargs` of a request's body, `extra_args` of `SamplingParams`."""
 TESTED, DEFAULT_DRAFT = "0.32", "suffix"
@@ -61,9 +66,6 @@ def check_requests() -> None:
 
 def refusal(name: str, spec: Any) -> str | None:
     """Why a request may not ask for this controller or rule; None if it may."""
-    from forerun.errors import ForerunError
-    from forerun.hosts.batch_lengths import controller_of
-
     if name == RULE:
         return f"{RULE}: vLLM judges drafts by its own sampler; rules run in forerun, transformers"
     try:
@@ -85,12 +87,6 @@ class Proposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        from forerun.drafters import DRAFTERS
-        from forerun.drafters.lookup import Lookup
-        from forerun.drafters.rest import REST
-        from forerun.drafters.suffix import Suffix
-        from forerun.errors import require
-
         named = setting(vllm_config, "draft") or DEFAULT_DRAFT
         self._spec = DRAFTERS.make(named)
         good = isinstance(self._spec, Suffix | Lookup | REST)
@@ -112,20 +108,17 @@ class Proposer:
             counts: `(rows,)`, tokens of each row's text.
             token_ids: `(rows, longest)`, the texts.
         """
-        out: list[list[int]] = []
+        out: list[list[int]] = [[] for _ in sampled_token_ids]
         for row, new in enumerate(sampled_token_ids):
-            end = int(counts[row])
-            text = token_ids[row, :end].tolist() if new else []
-            most = min(self._most, self._longest - end - 1)
-            out.append(self._drafted(row, text, most) if text and most > 0 else [])
+            most = min(self._most, self._longest - int(counts[row]) - 1)
+            if not new or most <= 0:
+                continue
+            text = token_ids[row, : counts[row]].tolist()
+            # vLLM does not say when a row is another request's: its text then begins otherwise.
+            before, drafter = self._rows.get(row, ([], None))
+            if drafter is None or text[: len(before)] != before:
+                drafter = self._spec.build(None, None)
+                drafter.join([text], 0)
+            self._rows[row] = text, drafter
+            out[row] = list(drafter.draft(0, text, most)[0])
         return out
-
-    def _drafted(self, row: int, text: list[int], most: int) -> list[int]:
-        """vLLM does not say when a row is another request's: its text then begins otherwise."""
-        before, drafter = self._rows.get(row, ([], None))
-        if drafter is None or text[: len(before)] != before:
-            drafter = self._spec.build(None, None)
-            drafter.join([text], 0)
-        self._rows[row] = text, drafter
-        tokens, _ = drafter.draft(0, text, most)
-        return list(tokens)

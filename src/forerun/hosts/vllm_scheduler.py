@@ -3,54 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, NamedTuple
+from functools import cached_property, wraps
+from typing import Any
 
 from prometheus_client import Counter
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.version import __version__ as version
 
-from forerun.hosts.batch_lengths import BatchLengths, judged_round
-from forerun.hosts.vllm_requests import (
-    CONTROLLER,
-    DEFAULT_DRAFT,
-    differs,
-    logger,
-    setting,
-    unsupported,
-)
+from forerun.hosts.batch_lengths import BatchLengths, judged_round, logger
+from forerun.hosts.vllm_requests import CONTROLLER, DEFAULT_DRAFT, differs, setting, unsupported
 from forerun.model import DEFAULT_CONTROLLER
 
 DRAFTED = Counter("forerun_drafted_tokens", "Drafted tokens that were judged", ["controller"])
 ACCEPTED = Counter("forerun_accepted_tokens", "Drafted tokens that were accepted", ["controller"])
-
-
-def unrecorded(scheduler: Any, config: Any) -> str | None:
-    """Why a scheduler cannot record a trace; None if it can."""
-    if not isinstance(scheduler, PolicySyncScheduler):
-        return "drafts are seen by the synchronous scheduler alone; give --no-async-scheduling"
-    if config.speculative_config.draft_sample_method != "greedy":
-        return "a draft that is drawn is not the one that comes again; draft_sample_method: greedy"
-    return None
-
-
-def models_of(config: Any) -> dict[str, Any]:
-    """Who target and draft are, as a trace has it."""
-    draft = config.speculative_config
-    about: dict[str, Any] = {
-        "target": {"name": config.model_config.model},
-        "draft": {"name": draft.model},
-        "versions": {"vllm": version},
-    }
-    if draft.use_ngram():
-        most, least = draft.prompt_lookup_max, draft.prompt_lookup_min
-        about["drafter"] = f"lookup(n={most},least={least})"
-    if draft.method == "custom_class":
-        about["drafter"] = setting(config, "draft") or DEFAULT_DRAFT
-    return about
 
 
 def scheduler_class(config: Any) -> type[Any]:
@@ -81,42 +48,42 @@ def _unsafe(config: Any) -> str | None:
     return None
 
 
-def _guarded(hook: Callable[..., None]) -> Callable[..., None]:
-    """An error of ours leaves vLLM's own lengths in place, from then on, and is logged once."""
+def unrecorded(scheduler: Any, config: Any) -> str | None:
+    """Why a scheduler cannot record a trace; None if it can."""
+    if not isinstance(scheduler, PolicySyncScheduler):
+        return "drafts are seen by the synchronous scheduler alone; give --no-async-scheduling"
+    if config.speculative_config.draft_sample_method != "greedy":
+        return "a draft that is drawn is not the one that comes again; draft_sample_method: greedy"
+    return None
+
+
+def models_of(config: Any) -> dict[str, Any]:
+    """Who target and draft are, as a trace has it."""
+    draft = config.speculative_config
+    about: dict[str, Any] = {"versions": {"vllm": version}, "draft": {"name": draft.model}}
+    if draft.use_ngram():
+        least, most = draft.prompt_lookup_min, draft.prompt_lookup_max
+        about["drafter"] = f"lookup(n={most},least={least})"
+    elif draft.method == "custom_class":
+        about["drafter"] = setting(config, "draft") or DEFAULT_DRAFT
+    return about | {"target": {"name": config.model_config.model}}
+
+
+def _before(hook: Callable[..., None]) -> Callable[..., Any]:
+    """vLLM's method of the name of a hook that runs before it, and names its parameters as the vLLM
+    that was tested. An error of ours is logged once, and no hook runs from then on."""
 
     @wraps(hook)
-    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             if not self.broken:
                 hook(self, *args, **kwargs)
         except Exception:
             self.broken = True
             logger.exception("forerun: drafts are as long as vLLM makes them from now on")
-
-    return run
-
-
-def _before(hook: Callable[..., None]) -> Callable[..., Any]:
-    """vLLM's method of the name of a hook, guarded, that runs before it and names its parameters
-    as the vLLM that was tested."""
-    ours = _guarded(hook)
-
-    @wraps(hook)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours(self, *args, **kwargs)
         return getattr(super(PolicyHooks, self), hook.__name__)(*args, **kwargs)
 
     return run
-
-
-class _ScheduledStep(NamedTuple):
-    """A step that was scheduled and is not back."""
-
-    output: Any
-    judged: dict[str, int]  # per request the tokens that its draft, judged now, was to have
-    context: float
-    began: float
-    reads: bool  # a prompt
 
 
 class PolicyHooks:
@@ -130,42 +97,46 @@ class PolicyHooks:
     num_spec_tokens: int
     max_model_len: int
     requests: dict[str, Any]
+    running: list[Any]
     vllm_config: Any
     recorder: Any = None
-    """A `HostRecorder`; then as much as can be is drafted before every token, and none judged."""
+    """With a `HostRecorder`, as much as can be is drafted before every token, and none judged."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.broken = False
         self._asked: dict[str, int] = {}
         """Tokens that each request is to draft in its newest step."""
-        self._steps: deque[_ScheduledStep] = deque()
         self._began = self._ended = time.perf_counter()
-        self._set_up()
 
-    @_guarded
-    def _set_up(self) -> None:
-        default = setting(self.vllm_config, "controller") or DEFAULT_CONTROLLER
-        self.lengths = BatchLengths(default, self.num_spec_tokens)
+    @cached_property
+    def lengths(self) -> BatchLengths:
+        """By the default controller, all that a trace wants or what the configuration names."""
+        named = setting(self.vllm_config, "controller") or DEFAULT_CONTROLLER
+        default = f"fixed({self.num_spec_tokens})" if self.recorder else named
         logger.info("forerun: %s decides how far drafts run", default)
+        return BatchLengths(default, self.num_spec_tokens)
 
     @_before
     def schedule(self, throttle_prefills: bool = False) -> None:
-        """The beginning of the step is noted."""
+        """Of its draft, of which the asynchronous scheduler has but the places, every request has
+        its own length judged."""
         self._began = time.perf_counter()
+        for request in self.running:
+            name, draft = request.request_id, request.spec_token_ids
+            if self.recorder is not None and draft:
+                self.recorder.add(name, request.num_output_tokens, draft)
+            request.spec_token_ids = draft[: 0 if self.recorder else self._asked.get(name, 0)]
 
     @_before
     def _update_after_schedule(self, scheduler_output: Any) -> None:
-        output = scheduler_output
-        counts = {r: n for r, n in output.num_scheduled_tokens.items() if r in self.requests}
-        judged, left, reads, tokens = {}, {}, False, 0
+        output, reads, tokens = scheduler_output, False, 0
+        counts, judged, left = output.num_scheduled_tokens, dict[str, int](), dict[str, int]()
         for name, count in counts.items():
             request = self.requests[name]
-            params = request.sampling_params
-            spec = ((params.extra_args if params else None) or {}).get(CONTROLLER)
-            if self.recorder is not None:
-                spec = f"fixed({self.num_spec_tokens})"
-            self.lengths.join(name, spec, not (params and params.temperature))
+            spec = (request.sampling_params.extra_args or {}).get(CONTROLLER)
+            spec = None if self.recorder else spec
+            self.lengths.join(name, spec, not request.sampling_params.temperature)
             judged[name] = self._asked.get(name, 0)
             before = request.num_computed_tokens
             reads |= before < request.num_prompt_tokens
@@ -173,7 +144,7 @@ class PolicyHooks:
                 left[name] = max(request.max_tokens - request.num_output_tokens, 1)
             tokens += request.num_tokens
         context = tokens / max(len(counts), 1)
-        self._steps.append(_ScheduledStep(output, judged, context, self._began, reads))
+        output.forerun = judged, context, self._began, reads
         limits = self.lengths.limits(left, context) if left else {}
         # With pipeline parallel stages others are under way: theirs stay.
         self._asked |= dict.fromkeys(counts, 0) | limits
@@ -181,32 +152,13 @@ class PolicyHooks:
         output.num_spec_tokens_to_schedule = min(output.num_spec_tokens_to_schedule, longest)
 
     @_before
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Drafts are cut to each request's own length."""
-        drafts, asked = draft_token_ids, self._asked
-        if self.recorder is not None:
-            asked = {}
-            for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
-                request = self.requests.get(name)
-                if request is not None and not request.is_prefill_chunk:
-                    self.recorder.add(name, request.num_output_tokens, tokens)
-        drafts.draft_token_ids = [
-            tokens[: asked.get(name, 0)]
-            for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
-        ]
-
-    @_before
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Policies learn what became of drafts."""
-        output, ran = scheduler_output, model_runner_output
-        now, ended = time.perf_counter(), self._ended
-        self._ended = now
-        while self._steps and self._steps[0].output is not output:
-            self._steps.popleft()
-        if not self._steps:
-            return
-        step, outcomes = self._steps.popleft(), {}
-        for name, asked in step.judged.items():
+        output, ran, ended = scheduler_output, model_runner_output, self._ended
+        self._ended = now = time.perf_counter()
+        judged, context, began, reads = output.forerun
+        outcomes = {}
+        for name, asked in judged.items():
             place = ran.req_id_to_index.get(name) if name in self.requests else None
             if place is None or not ran.sampled_token_ids or not len(ran.sampled_token_ids[place]):
                 continue
@@ -215,12 +167,11 @@ class PolicyHooks:
             accepted = min(len(ran.sampled_token_ids[place]) - 1, drafted)
             outcomes[name] = judged_round(drafted, accepted, asked)
             if drafted:
-                spec = self.lengths.names.get(name, "")
-                DRAFTED.labels(spec).inc(drafted)
-                ACCEPTED.labels(spec).inc(accepted)
-        seconds = None if step.reads else now - max(step.began, ended)
+                DRAFTED.labels(self.lengths.names[name]).inc(drafted)
+                ACCEPTED.labels(self.lengths.names[name]).inc(accepted)
+        seconds = None if reads else now - max(began, ended)
         drafts = output.num_spec_tokens_to_schedule
-        self.lengths.observe(outcomes, step.context, drafts, seconds)
+        self.lengths.observe(outcomes, context, drafts, seconds)
         self.lengths.leave(output.finished_req_ids)
         for name in output.finished_req_ids:
             self._asked.pop(name, None)
@@ -246,14 +197,3 @@ class PolicySyncScheduler(PolicyHooks, SyncScheduler):
 
 class PolicyAsyncScheduler(PolicyHooks, AsyncScheduler):
     """The next step is scheduled while the drafts that it judges are made: it counts on as many."""
-
-    def _update_after_schedule(self, scheduler_output: Any) -> None:
-        super()._update_after_schedule(scheduler_output)
-        self._cut_placeholders(scheduler_output)
-
-    @_guarded
-    def _cut_placeholders(self, output: Any) -> None:
-        for name in output.num_scheduled_tokens:
-            request = self.requests[name]
-            if request.spec_token_ids:
-                request.spec_token_ids = request.spec_token_ids[: self._asked.get(name, 0)]
