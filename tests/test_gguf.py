@@ -167,6 +167,12 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
     again = from_name(file, threads=1)  # by what is kept
     same = [again.run([i], [IDS[i : i + 1]], [1])[0, 0].numpy() for i in range(len(IDS))]
     assert np.array_equal(same, one), "a text does not depend on which start it is"
+    executor.keep([], [])
+    executor.run([0] * 6, [IDS[:3]] * 6, [0] * 6)
+    executor.run([3] * 6, [IDS[3:4]] * 6, [1] * 6)
+    request = executor._forms.open.request
+    assert len(request._bound["input_ids"][0]) == 6, "products are over no padding"
+    assert list(request._bound["subsequence_begins"][0]) == list(range(0, 14, 2))
     for start in (executor, again):
         assert [start._forms.fitting(n).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
 

@@ -258,10 +258,9 @@ class OpenVINOExecutor(Executor):
         seen = form.run(starts, pieces, wanted, ends, self.pool.tables, self._version, parents)
         if self.states is not None:
             states = torch.from_numpy(form.request.states())
-            for row, (first, _) in enumerate(spans(fed)):
-                if counts[row]:
-                    own = states[first : first + counts[row]]
-                    self.states.note(row, starts[row], own.clone())
+            for row, first in form.begins.items():
+                own = states[first : first + counts[row]]
+                self.states.note(row, starts[row], own.clone())
         return seen
 
     def _in_parts(

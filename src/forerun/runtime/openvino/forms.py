@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.nodes import GIVEN, SOURCE_ROW, TREES, caches
+from forerun.runtime.openvino.nodes import GIVEN, SOURCE_ROW, SPREAD, TREES, caches, spread
 from forerun.runtime.openvino.parts import has_matrix_units, multiply_in_parts
 from forerun.runtime.openvino.request import InferRequest
 from forerun.runtime.openvino.weights import is_halved, keep_halves, widen
@@ -127,10 +127,14 @@ class Form:
         self._least = 1
         self._places = memoryview(array("q", range(facts.limit + LARGEST_LEAST)))
         self._shape: tuple[Sequence[int], Sequence[int]] = (), ()
-        self._fed: list[tuple[int, int, int]] = []  # row, first and last of its packed tokens
+        self._fed: list[tuple[int, int, int]] = []  # row, first and last of its tokens
+        self._sizes: list[int] = []  # of attention, how many tokens each has
+        self.begins: dict[int, int] = {}
+        """Where the tokens of each row that was fed begin."""
         self._version = -1
         self.trees = all(map(self.request.has, TREES))
         """Whether passes may feed trees."""
+        self._spreads = self.request.has(SPREAD[0])
         self._branching = self.trees  # so that the inputs are bound
         self._chains()
 
@@ -155,7 +159,8 @@ class Form:
 
     def fed(self, counts: Iterable[int]) -> list[int]:
         """Tokens of each row with those it is padded with: a row of one token takes another kernel
-        of attention, whatever is beside it."""
+        of attention, whatever is beside it. Of the products only a single token does, so that a
+        graph for any number of tokens pads a row for its attention alone."""
         return [max(count, self._least) if count else 0 for count in counts]
 
     def run(
@@ -187,10 +192,10 @@ class Form:
             self._bind_tables(tables)
             self._version = version
         for at, (row, first, last) in enumerate(self._fed):
-            piece = pieces[row]
+            piece, start = pieces[row], starts[row]
             self._ids[first : first + len(piece)] = array("q", piece)
-            self._positions[first:last] = self._places[starts[row] : ends[row]]
-            self._past[at] = starts[row]
+            self._positions[first:last] = self._places[start : start + last - first]
+            self._past[at] = start
         if any(parents):
             self._branch(starts, parents)
         elif self._branching:
@@ -202,9 +207,9 @@ class Form:
     def _branch(self, starts: Sequence[int], parents: Parents) -> None:
         """Set the inputs `TREES`, and the positions of tokens that do not follow each other."""
         squares = []
-        for row, first, last in self._fed:
+        for (row, first, _), size in zip(self._fed, self._sizes, strict=True):
             depths, seen = branches(parents[row], len(parents[row]))
-            end, size = first + len(depths), last - first
+            end = first + len(depths)
             self._positions[first:end] = array("q", [starts[row] + depth for depth in depths])
             words = np.full(size, -1)
             words[: len(seen)] = seen
@@ -225,21 +230,39 @@ class Form:
     def _bind_shape(self, counts: list[int], wanted: list[int]) -> None:
         """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""
         self._shape = counts, wanted
-        fed = [(row, *span) for row, span in enumerate(spans(self.fed(counts))) if counts[row]]
-        ends = {row: first + counts[row] for row, first, _ in fed}
+        padded = self.fed(counts)
+        own = counts if self._spreads and sum(counts) >= self._least else padded
+        fed = [(row, *span) for row, span in enumerate(spans(own)) if counts[row]]
+        self.begins = {row: first for row, first, _ in fed}
+        ends = {row: first + counts[row] for row, first in self.begins.items()}
         heads = [at for row, end in ends.items() for at in range(end - wanted[row], end)]
         size = self.tokens or fed[-1][2]
         seen = self.tokens or (heads and max(len(heads), self._least)) or 0
+        self._sizes = [padded[row] for row in ends]
+        self._sizes[-1] += size - fed[-1][2]
         fed[-1] = *fed[-1][:2], size
         if self.tell or [row for row, *_ in fed] != [row for row, *_ in self._fed]:
             self._version = -1
         self._fed, request = fed, self.request
-        request.input("subsequence_begins", len(fed) + 1)[1:] = array("i", [x[2] for x in fed])
+        begins = array("i", [0, *accumulate(self._sizes)])
+        request.input("subsequence_begins", len(begins))[:] = begins
         request.input("wanted", seen)[: len(heads)] = array("q", heads)
         self._logits = request.output(seen)[: len(heads)]
         self._past = request.input("past_lens", len(fed))
         self._ids = request.input("input_ids", size)
         self._positions = request.input("position_ids", size)
+        if self._spreads:
+            self._spread(begins)
+
+    def _spread(self, begins: Sequence[int]) -> None:
+        """Set the inputs `SPREAD`: a row is padded with its last token."""
+        packed: list[int] = []
+        spread: list[int] = []
+        for (_, first, last), begin, end in zip(self._fed, begins, begins[1:], strict=False):
+            packed += range(begin, begin + last - first)
+            spread += [min(first + at, last - 1) for at in range(end - begin)]
+        for name, values in zip(SPREAD, (spread, packed), strict=True):
+            self.request.input(name, len(values))[:] = array("i", values)
 
     def _bind_tables(self, tables: Sequence[Sequence[int]]) -> None:
         """Set the inputs that say where the fed rows' blocks are."""
@@ -284,6 +307,8 @@ class Forms:
             if in_parts:
                 multiply_in_parts(own)
             keep_halves(own)
+            if least > 1 and not tokens:
+                spread(own)
             return Form(own, facts, settings, tokens)
 
         def compiled(sizes: Sequence[int]) -> list[Form]:

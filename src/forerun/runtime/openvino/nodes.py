@@ -40,6 +40,9 @@ STATES = "states"
 """The output that `tap` adds."""
 GIVEN = "given"
 """An input `(tokens, 1, D)` of heads on a target's states: what they read beside tokens."""
+SPREAD = "spread", "packed"
+"""Inputs that `spread` adds: the token that each token of attention is, and the token of attention
+that each token is."""
 SOURCE = "source_"
 """What is said of sources has names that begin so: rows, caches, and `SOURCE_LAST`."""
 SOURCE_LAST, SOURCE_ROW = "source_last", "source_row"
@@ -106,6 +109,25 @@ def attach(graph: ov.Model) -> ov.Model:
     _fold_scalars(graph)
     graph.validate_nodes_and_infer_types()
     return graph
+
+
+def spread(graph: ov.Model) -> None:
+    """Let attention be over more tokens than the rest of a graph, which is changed: it gains the
+    inputs `SPREAD`."""
+    spread, packed = (op.parameter([-1], ov.Type.i32, name=name) for name in SPREAD)
+    for node in (spread, packed):
+        node.output(0).get_tensor().set_names({node.get_friendly_name()})
+    for node in graph.get_ops():
+        if node.get_type_name() == "PagedAttentionExtension":
+            for at in range(3):
+                states = op.gather(node.input_value(at), spread, op.constant(0))
+                node.input(at).replace_source_output(states.output(0))
+            users = list(node.output(0).get_target_inputs())
+            mixed = op.gather(node.output(0), packed, op.constant(0))
+            for user in users:
+                user.replace_source_output(mixed.output(0))
+    graph.add_parameters([spread, packed])
+    graph.validate_nodes_and_infer_types()
 
 
 def tap(graph: ov.Model, depths: Sequence[int]) -> int:
