@@ -265,6 +265,32 @@ def test_what_is_lost_is_the_same_whoever_runs_together(
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
 
 
+def test_goals_are_shares_of_all_that_the_target_says_which_is_asked_once(
+    taught: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, trainer, documents = taught
+    texts = [document._replace(start=2 + i) for i, document in enumerate(documents[:3])]
+    access, asked = trainer._access, []
+    said = access.logits
+
+    def logits(hidden: torch.Tensor, rows: Any = None) -> torch.Tensor:
+        asked.append(rows)
+        return said(hidden, rows)
+
+    monkeypatch.setattr(access, "logits", logits)
+    with torch.no_grad():
+        every = said(trainer._scored_states(texts)[:, -1])
+    wanted = 0.7 * every.softmax(-1)[:, trainer.vocabulary]
+    places = trainer._index[every.argmax(-1)]
+    known = (places >= 0).nonzero()[:, 0]
+    wanted[known, places[known]] += 0.3
+    for _ in range(2):
+        goals, best = trainer._goals(texts)
+        torch.testing.assert_close(goals, wanted)
+        assert torch.equal(best, places)
+    assert sum(rows is None for rows in asked) == 3
+
+
 def test_a_taught_head_is_right(taught: Any, tmp_path: Path) -> None:
     model, trainer, documents = taught
     measured = trainer.agreement(documents)

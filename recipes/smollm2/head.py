@@ -215,10 +215,12 @@ class Fit:
 
     def _goals(self, states: Tensor, chosen: Tensor) -> Tensor:
         last = states[..., -HIDDEN:].flatten(0, 1)[chosen]
-        parts = [
-            goals_of(self.teacher.logits(part), self.vocabulary, self.index)[0].bfloat16()
-            for part in last.split(4096)
-        ]
+        parts = []
+        for part in last.split(4096):
+            logits = self.teacher.logits(part)
+            best = self.index[logits.argmax(-1)]
+            own = logits[:, self.vocabulary]
+            parts.append(goals_of(own, logits.float().logsumexp(-1), best)[0].bfloat16())
         return torch.cat(parts)
 
     def _read(self, head: StateHead, ids: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from forerun.cli.shared import written
 from forerun.cli.shared.training_texts import read_texts
-from forerun.cli.shared.written import GROUP, read_written
+from forerun.cli.shared.written import GROUP, Archive, read_written
 from forerun.errors import SettingError
 
 WORDS = "the goats on the mountain eat grass and the boy sees them from the door of the hut "
@@ -72,6 +73,17 @@ def test_prompts_are_continued_by_the_target(train, tmp_path):
     # What forerun write wrote is read as it is.
     learned = train("--data", str(texts), "--json", out="read").json
     assert learned["texts"] == whole["texts"]
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(0.0, 4), (1e9, 0)])
+def test_texts_of_a_slow_target_are_kept_as_they_come(train, tmp_path, monkeypatch, seconds, left):
+    monkeypatch.setattr(written, "SECONDS", seconds)
+    path, texts = tmp_path / "prompts.jsonl", tmp_path / "draft" / "texts.jsonl.gz"
+    lines = [json.dumps({"prompt": f"Goat {i}", "max_new_tokens": 6}) + "\n" for i in range(5)]
+    path.write_text("".join(lines), encoding="utf-8")
+    assert train("--data", str(path), "--json", out="draft").code == 0
+    texts.write_bytes(texts.read_bytes()[:-20])  # as by an interruption
+    assert len(Archive(texts, {}).lines) == left
 
 
 def test_texts_in_json_lines_and_folders(train, text, tmp_path):

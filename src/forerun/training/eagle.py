@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from forerun.runtime.base import Rows
 from forerun.runtime.drafts import About, Tensors, rounded
 from forerun.runtime.eagle import HEAD, EagleHead, HeadForm, StateHead, rms
 from forerun.runtime.eagle3 import Eagle3Head, save_head
@@ -30,6 +31,7 @@ from forerun.training.fit import (
     padded,
 )
 from forerun.training.muon import Muon, product_type
+from forerun.training.settings import TrainingSettings
 
 STEPS = 3
 MOST_TOKENS = 8192
@@ -58,6 +60,16 @@ class HeadTrainer(StatesTraining):
     """A head over states in training."""
 
     head: StateHead
+
+    def __init__(
+        self, target: Rows, settings: TrainingSettings, texts: Sequence[Document] = ()
+    ) -> None:
+        super().__init__(target, settings, texts)
+        assert self.vocabulary is not None
+        self._said = self._access.unembedding_of(self.vocabulary)
+        self._noted: dict[int, tuple[Document, torch.Tensor, torch.Tensor]] = {}
+        """By the identity of a text, which is kept beside so that it stays one: log-sums of the
+        target's exponentials and its best tokens, `(positions,)` each."""
 
     def _read(self, layers: int) -> Sequence[int]:
         spread = sorted({max(1, layers // 3), max(1, 2 * layers // 3), layers})
@@ -120,10 +132,19 @@ class HeadTrainer(StatesTraining):
         with self._products():
             outputs = unrolled(self.head, ids, known_of_all, len(self.depths))
         counts = self._scored(texts)
-        with torch.no_grad():
-            last = self._access.logits(self._scored_states(texts)[:, -1])
-            goals, best = goals_of(last, self.vocabulary, self._index)
+        goals, best = self._goals(texts)
         return [x[counts] for x in outputs], goals, best
+
+    @torch.no_grad()
+    def _goals(self, texts: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `goals_of` says. A row over the target's whole vocabulary is several times a step
+        of the head: what is needed of it is noted when a text comes first."""
+        for text in (text for text in texts if id(text) not in self._noted):
+            own = self._access.logits(self._scored_states([text])[:, -1]).float()
+            self._noted[id(text)] = text, own.logsumexp(-1), own.argmax(-1)
+        _, sums, tops = zip(*(self._noted[id(text)] for text in texts), strict=True)
+        logits = self._access.logits(self._scored_states(texts)[:, -1], self._said)
+        return goals_of(logits, torch.cat(sums), self._index[torch.cat(tops)])
 
     def _products(self) -> torch.autocast:
         """In training, the head's matrices multiply in bfloat16 where there are instructions for
@@ -247,13 +268,12 @@ def unrolled(
 
 
 def goals_of(
-    logits: torch.Tensor, tokens: torch.Tensor, index: torch.Tensor
+    logits: torch.Tensor, sums: torch.Tensor, best: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a head is to say where the target says `(n, V')` logits: `(n, V)` shares, which sum to 1
-    less those of tokens outside its vocabulary `(V,)`, and `(n,)` places of the target's best
-    tokens in it by `index` `(V',)`, −1 for one outside."""
-    best = index[logits.argmax(-1)]
-    goals = SOFT * logits.float().softmax(-1)[:, tokens]
+    """What a head is to say where the target says `(n, V)` logits of the head's vocabulary, `(n,)`
+    log-sums of its exponentials over all of its own, and `(n,)` places of its best tokens in the
+    head's, −1 for one outside: `(n, V)` shares, which sum to 1 less those outside, and `best`."""
+    goals = SOFT * (logits.float() - sums[:, None]).exp()
     hard = (1 - SOFT) * (best >= 0).to(goals.dtype)
     return goals.scatter_add_(1, best.clamp(min=0)[:, None], hard[:, None]), best
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from forerun.prompts import Prompt
 
 SCHEMA = "forerun_texts"  # key of the first line, which says how the others were written
-GROUP = 64  # texts that are added to the file together
+GROUP = 64  # texts that are added to the file together, fewer if they took
+SECONDS = 30.0
 
 
 def read_written(path: str | Path) -> Iterator[Document]:
@@ -116,7 +118,7 @@ def written(
     ) if left else ()  # fmt: skip
     done: dict[int, Completion] = {}
     group: list[dict[str, Any]] = []
-    at = 0  # texts that are in the file or the group
+    at, added = 0, time.monotonic()  # texts that are in the file or the group
     for event in stream:
         if event.completion is not None:
             if event.completion.error is not None:
@@ -125,10 +127,11 @@ def written(
         while at in done:
             group.append(_line(*left[at], done.pop(at)))
             at += 1
-            if len(group) == GROUP or at == len(left):
+            late = time.monotonic() - added >= SECONDS
+            if late or len(group) == GROUP or at == len(left):
                 kept.append(group)
                 yield from group
-                group = []
+                group, added = [], time.monotonic()
 
 
 def _line(name: str, prompt: Prompt, completion: Completion) -> dict[str, Any]:
