@@ -5,7 +5,8 @@ Nothing of vLLM is imported before its scheduler is made, or its plug-ins are ca
 
 from typing import Any
 
-from forerun.hosts.vllm_requests import Proposer, logger, setting
+from forerun.hosts.batch_lengths import logger
+from forerun.hosts.vllm_requests import Proposer, setting
 from forerun.hosts.vllm_requests import check_requests as register
 
 __all__ = ["Proposer", "Scheduler", "register"]

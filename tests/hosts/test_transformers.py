@@ -24,8 +24,10 @@ from transformers import (
 import sourced
 from forerun import zoo
 from forerun.errors import ForerunError, SettingError
+from forerun.model import Model, drafter_spec
 from forerun.runtime.cache import cache_argument
 from forerun.runtime.load import load_tokenizer
+from forerun.runtime.torch_executor import torch_rows
 from forerun.transformers import Speculative, attach, detach
 from marks import spread
 from tiny import build, texts
@@ -347,6 +349,16 @@ def shipped() -> tuple[Any, Any, Any]:
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
     models = [load_model(where, dtype="float32") for where in (zoo.TARGET, zoo.DRAFT)]
     return models[0], models[1], tokenizer
+
+
+def test_an_engine_of_ours_behind_a_model_that_is_but_a_form() -> None:
+    model, inputs = target(), batch(3)
+    plain = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    rows = torch_rows(model)
+    engine = Model(rows, drafter_spec("suffix").build(rows, None))
+    form = target(seed=1)
+    attach(form, engine, "fixed(3)")
+    assert torch.equal(form.generate(**inputs, max_new_tokens=16, do_sample=False), plain)
 
 
 def test_streamers_pipelines_and_stop_strings() -> None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from forerun.engine import Sampling
-from forerun.engine.results import Completion, Round, Stats
-from forerun.errors import ForerunWarning, GenerationError, SettingError, optional
-from forerun.hosts.speculative import attach
-from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, load
+from forerun.engine.results import Round, Stats
+from forerun.errors import ForerunWarning, SettingError, optional
+from forerun.hosts.speculative import Speculative, attach
+from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, Model, load
 from forerun.rules import RULES
 from forerun.runtime.load import load_model, load_tokenizer
 
@@ -25,9 +22,6 @@ REPORTED = (
     "tokens", "acceptance_rate", "block_efficiency", "tokens_per_second", "drift_mean", "drift_max"
 )  # fmt: skip
 """Statistics over all texts that were written; rates are None if there are none."""
-DRAWN = "temperature", "top_p", "top_k", "min_p"
-Newest = Callable[[], Sequence[Completion]]
-"""The texts that were written last."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +68,16 @@ def evaluate(
         raise SettingError(f"lm-eval has no task {', '.join(unknown)}; see `lm-eval ls tasks`")
     lossless, seconds, texts, rounds = RULES.make(model.rule).lossless, 0.0, 0, list[Round]()
 
-    made, newest = _harnessed(model)
+    kind = optional("lm_eval.models.huggingface", "lm-eval").HFLM
+    made, speculative = _attached(model, kind)
     generate = made._model_generate
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         nonlocal seconds, texts
         began = time.perf_counter()
         out = generate(*args, **kwargs)
-        seconds, texts = seconds + time.perf_counter() - began, texts + len(newest())
-        rounds.extend(r for completion in newest() for r in completion.rounds)
+        seconds, texts = seconds + time.perf_counter() - began, texts + len(speculative.last)
+        rounds.extend(r for completion in speculative.last for r in completion.rounds)
         return out
 
     made._model_generate = timed
@@ -103,61 +98,31 @@ def evaluate(
     return results
 
 
-def _harnessed(how: Evaluated) -> tuple[Any, Newest]:
-    """lm-eval's own model over the attached one, or over an engine of another runtime."""
-    kind = optional("lm_eval.models.huggingface", "lm-eval").HFLM
-    if how.runtime != "torch":
-        return _over_engine(kind, how)
-    hf, tokenizer = load_model(how.target, dtype=how.dtype), load_tokenizer(how.target)
-    speculative = attach(hf, how.draft, how.controller, how.rule, tokenizer)
+def _attached(how: Evaluated, kind: Any) -> tuple[Any, Speculative]:
+    """lm-eval's own model over the attached one. On another runtime that is a form without weights,
+    behind which an engine writes, and given texts are scored one at a time in plain passes."""
+    draft: Any = how.draft
+    if how.runtime == "torch":
+        hf, tokenizer = load_model(how.target, dtype=how.dtype), load_tokenizer(how.target)
+    else:
+        draft = load(how.target, how.draft, runtime=how.runtime, dtype=how.dtype)
+        rows, tokenizer = draft.target, draft.tokenizer
+        size = dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads"), 2)
+        size |= {"vocab_size": rows.vocab_size, "max_position_embeddings": rows.limit}
+        shape = LlamaConfig(**size, num_hidden_layers=0, eos_token_id=sorted(draft.eos))
+        hf = LlamaForCausalLM(shape)
+    speculative = attach(hf, draft, how.controller, how.rule, tokenizer)
     made = kind(pretrained=hf, tokenizer=tokenizer, batch_size=how.batch_size)
-    return made, lambda: speculative.last
+    if how.runtime != "torch":
+        made._loglikelihood_tokens = partial(_scored, draft)
+    return made, speculative
 
 
-def _over_engine(kind: Any, how: Evaluated) -> tuple[Any, Newest]:
-    """An `HFLM` whose texts are written speculatively; given ones are scored one at a time in plain
-    passes."""
-    model = load(how.target, how.draft, runtime=how.runtime, dtype=how.dtype)
-    pad, rows, done = model.tokenizer.pad_token_id, model.target, list[Completion]()
-    made = kind(
-        pretrained=SimpleNamespace(device=torch.device("cpu"), config=PreTrainedConfig()),
-        backend="causal", tokenizer=model.tokenizer, max_length=rows.limit,
-        batch_size=how.batch_size,
-    )  # fmt: skip
-    scored = made._loglikelihood_tokens
-
-    def call(inps: torch.Tensor, **_: Any) -> torch.Tensor:
-        texts = inps.tolist()
-        try:
-            rows.read([text[:1] for text in texts], inps.shape[1])
-            return rows.feed(texts)
-        finally:
-            rows.keep([])
-
-    def generate(
-        context: torch.Tensor,
-        max_length: int,
-        stop: Sequence[str],
-        attention_mask: Any,
-        **asked: Any,
-    ) -> torch.Tensor:
-        kept = zip(context, attention_mask.bool(), strict=True)
-        drawn = {name: asked[name] for name in DRAWN if name in asked and asked.get("do_sample")}
-        most = max_length - context.shape[1]
-        done[:] = model.generate(
-            [row[inside].tolist() for row, inside in kept], controller=how.controller,
-            rule=how.rule, batch_size=how.batch_size,
-            sampling=Sampling(**drawn, max_new_tokens=most, stop=tuple(stop)),
-        )  # fmt: skip
-        for completion in done:
-            if completion.error is not None:
-                raise GenerationError(completion.error, completion)
-        texts = [
-            torch.tensor([*before, *completion.tokens])
-            for before, completion in zip(context.tolist(), done, strict=True)
-        ]
-        return pad_sequence(texts, batch_first=True, padding_value=pad)
-
-    made._model_call, made._model_generate = call, generate
-    made._loglikelihood_tokens = lambda *args, **more: scored(*args, **more | {"override_bs": 1})
-    return made, lambda: done
+def _scored(model: Model, requests: Sequence[Any], *_: Any, **__: Any) -> list[tuple[float, bool]]:
+    """Per context and continuation its log-likelihood, and whether no token is likelier."""
+    out = []
+    for _, before, given in requests:
+        ids = [*before, *given][-model.target.limit :]
+        known = model.score(ids, top=1)[-len(given) :]
+        out.append((sum(one.logprob for one in known), [one.top[0][0] for one in known] == given))
+    return out

@@ -68,16 +68,15 @@ class RowCallbacks:
         return logits
 
     def _ends(self, output: Sequence[int]) -> bool:
-        try:
-            if self.error is not None:
-                raise self.error
-            ids = self._shown(output)
-            # All are asked, always: they may count. One answer is for the whole batch.
-            answers = [torch.as_tensor(asked(ids, None)).reshape(-1) for asked in self._criteria]
-            return any(bool(a[self._place if len(a) > 1 else 0]) for a in answers)
-        except Exception as error:
-            self.error = error
-            raise
+        if self.error is None:
+            try:
+                ids = self._shown(output)
+                # All are asked, always: they may count. One answer is for the whole batch.
+                answers = [torch.as_tensor(ask(ids, None)).reshape(-1) for ask in self._criteria]
+                return any(bool(a[self._place if len(a) > 1 else 0]) for a in answers)
+            except Exception as error:
+                self.error = error
+        raise self.error
 
 
 def settings_of(
@@ -108,15 +107,12 @@ def criteria_by_row(criteria: Sequence[Any], rows: int) -> list[list[Any]]:
     of its own."""
     native = criteria_of.MaxLengthCriteria, criteria_of.EosTokenCriteria
     own = [c for c in criteria if type(c) not in native]
-    if rows == 1 or all(type(c).__module__ in OWN for c in own):
-        return [own] * rows
+    copied = rows > 1 and any(type(c).__module__ not in OWN for c in own)
     try:
-        return [copy.deepcopy(own) for _ in range(rows)]
+        return [copy.deepcopy(own) if copied else own for _ in range(rows)]
     except Exception as error:
-        raise SettingError(
-            f"stopping criteria that cannot be copied ({error}) serve one text at a time; give "
-            "one prompt"
-        ) from error
+        what = f"stopping criteria that cannot be copied ({error}) serve one text at a time"
+        raise SettingError(f"{what}; give one prompt") from error
 
 
 def ends_of(criteria: Sequence[Any]) -> tuple[int, ...]:

@@ -8,13 +8,15 @@ import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicCache
+from transformers.generation import StoppingCriteriaList, StopStringCriteria
 from transformers.generation import utils as generation
 
 from forerun.controllers import CONTROLLERS, Controller
@@ -58,20 +60,12 @@ class PreparedCall:
         name = "attention_mask" if self.source is None else "decoder_attention_mask"
         self.kept = _kept(self.ids, self.given.get(name))
         """Per row `(n,)` bool, which of its ids are none of padding."""
-        self.padding = [int((~kept).sum()) for kept in self.kept]
         given = (self.given[k] for k in CACHE_ARGUMENTS if self.given.get(k) is not None)
         self.cache: Any = next(given, None)
         """It was given, or made by `generate`."""
         self.pad = int(getattr(self.config, "_pad_token_tensor", None) or 0)
         """What rows that have ended are filled up with."""
-
-    def sources(self) -> list[list[int] | None]:
-        """Per row what an encoder reads, without padding."""
-        if self.source is None:
-            return [None] * len(self.ids)
-        source = self.source.repeat_interleave(len(self.ids) // len(self.source), 0)
-        kept = _kept(source, self.given.get("attention_mask"))
-        return [ids[keep].tolist() for ids, keep in zip(source, kept, strict=True)]
+        self.asked: list[RowCallbacks] = []
 
     def check(self) -> None:
         """Refuse by name what is not served here."""
@@ -89,35 +83,111 @@ class PreparedCall:
         if why:
             raise _refusal(why)
 
+    def requests(self, copies: bool, controller: Controller, rule: AcceptanceRule) -> list[Request]:
+        """One per row; who is asked for it is in `asked`. `copies` as of the target's executor."""
+        config, ids, count = self.config, self.ids, len(self.ids)
+        samples, answers = bool(config.do_sample), config.return_dict_in_generate
+        keeps = bool(answers or getattr(self.cache, "_is_user_defined", False))
+        eos, criteria = ends_of(self.criteria), criteria_by_row(self.criteria, count)
+        sources: list[Any] = [None] * count
+        read: list[Any] = [None] * count
+        if self.source is not None:
+            copies, source = False, self.source.repeat_interleave(count // len(self.source), 0)
+            kept = _kept(source, self.given.get("attention_mask"))
+            sources = [row[keep].tolist() for row, keep in zip(source, kept, strict=True)]
+        elif self.cache is not None and self.cache.get_seq_length():
+            if not copies:
+                what = "a draft that runs layers of its target continues no filled cache"
+                raise SettingError(what)
+            read = columns_of(self.cache, self.kept)
+        # Drawn from torch, so that torch.manual_seed repeats a text; greedy ones draw nothing.
+        seeds = torch.randint(1 << 53, (count,)).tolist() if samples else [None] * count
+        out = []
+        for row, own in enumerate(self.kept):
+            settings, processors = settings_of(self.processors, not own.all(), samples)
+            asked = RowCallbacks(processors, criteria[row], ids, row)
+            self.asked.append(asked)
+            sampling = Sampling(
+                **settings, max_new_tokens=config.max_length - ids.shape[1], seed=seeds[row],
+                eos=eos, ignore_eos=not eos, processor=asked.processor, stopping=asked.stopping,
+            )  # fmt: skip
+            out.append(Request(
+                ids[row][own].tolist(), sampling, controller, rule, sources[row],
+                stream=self.streamer is not None, keep_cache=keeps and copies, read=read[row],
+                keep_logits=bool(answers and (config.output_logits or config.output_scores)),
+            ))  # fmt: skip
+        return out
 
+    def run(self, runner: Model, requests: list[Request]) -> list[Completion]:
+        """Completions by row. A streamer gets the tokens of all rows place by place."""
+        done: dict[int, Completion] = {}
+        tokens: list[list[int]] = [[] for _ in requests]
+        shown = 0
+        for event in runner.run(requests, max(LEAST_ROWS, len(requests))):
+            if event.completion is not None:
+                done[event.request] = event.completion
+            if self.streamer is None:
+                continue
+            tokens[event.request] += [piece.token for piece in event.pieces]
+            going = [len(text) for row, text in enumerate(tokens) if row not in done]
+            ready = min(going, default=max(map(len, tokens)))
+            for place in islice(zip_longest(*tokens, fillvalue=self.pad), shown, ready):
+                self.streamer.put(torch.tensor(place))
+            shown = ready
+        if self.streamer is not None:
+            self.streamer.end()
+        return [done[row] for row in range(len(requests))]
+
+    def returned(self, done: list[Completion]) -> Any:
+        """Ids, or the object that `return_dict_in_generate` asks for."""
+        config, ids, tokens = self.config, self.ids, [completion.tokens for completion in done]
+        longest = max(map(len, tokens))
+        padded = [[*row, *[self.pad] * (longest - len(row))] for row in tokens]
+        sequences = torch.cat([ids, ids.new_tensor(padded)], 1)
+        columns = [completion.columns for completion in done if completion.columns is not None]
+        cache = cache_of(columns, self.kept, self.cache) if len(columns) == len(done) else None
+        if not config.return_dict_in_generate:
+            return sequences
+        logits = scores = None
+        if config.output_logits or config.output_scores:  # 0 where a row has ended
+            known = [torch.stack(list(completion.logits or ())).float() for completion in done]
+            logits = pad_sequence(known, batch_first=True).to(ids.device).unbind(1)
+        if config.output_scores:
+            beginnings = (sequences[:, : ids.shape[1] + place] for place in range(longest))
+            scores = tuple(map(self.processors, beginnings, (raw.clone() for raw in logits or ())))
+        coder = "DecoderOnly" if self.source is None else "EncoderDecoder"
+        kind = getattr(generation, f"Generate{coder}Output")
+        named = next(name for name in CACHE_ARGUMENTS if name in kind.__dataclass_fields__)
+        logits = logits if config.output_logits else None
+        out = kind(sequences=sequences, scores=scores, logits=logits, **{named: cache})
+        out["forerun"] = [completion.stats for completion in done]
+        return out
+
+
+@dataclass(eq=False)
 class Speculative:
     """Speculation as `model.generate(..., custom_generate=Speculative(...))`.
 
     It runs the live model, with no second copy of its weights, and serves calls from several
     threads together. transformers keeps streamers, `stop_strings` and the tokenizer to itself in
-    this form; `attach` serves them, too.
-
-    Its arguments are those of `attach`. `last` has the completions of the newest call that ended,
-    with their statistics.
+    this form; `attach` serves them, too, and says what the arguments are. `last` has the
+    completions of the newest call that ended, with their statistics.
     """
 
-    def __init__(
-        self,
-        draft: Any = "suffix",
-        controller: str | Controller | None = None,
-        rule: str | AcceptanceRule | None = None,
-        tokenizer: Any = None,
-    ) -> None:
-        self.controller: Controller = CONTROLLERS.make(controller or DEFAULT_CONTROLLER)
-        self.rule: AcceptanceRule = RULES.make(rule or DEFAULT_RULE)
-        self.draft = draft if isinstance(draft, torch.nn.Module) else drafter_spec(draft)
-        self.tokenizer = tokenizer
-        self.last: list[Completion] = []
+    draft: Any = "suffix"
+    controller: Any = None
+    rule: Any = None
+    tokenizer: Any = None
+    last: list[Completion] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.controller = CONTROLLERS.make(self.controller or DEFAULT_CONTROLLER)
+        self.rule = RULES.make(self.rule or DEFAULT_RULE)
+        if not isinstance(self.draft, torch.nn.Module | Model):
+            self.draft = drafter_spec(self.draft)
         self._signature = inspect.signature(self)
-        self._lock = threading.Lock()
-        self._model: Any = None
-        self._runner: Model | None = None
-        self._users = 0
+        self._lock, self._users = threading.Lock(), 0
+        self._built: tuple[Any, Model] | None = None
         self._training: list[Any] = []
 
     def __reduce__(self) -> Any:  # copies and pickles of an attached model bring it along
@@ -137,24 +207,23 @@ class Speculative:
     ) -> Any:
         """What `generate` calls once everything is prepared, and what it returns. Errors of
         processors and criteria come as they are, one of the model as `GenerationError`."""
+        source = inputs_tensor if model.config.is_encoder_decoder else None
         call = PreparedCall(
             input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs,
-            source=inputs_tensor if model.config.is_encoder_decoder else None,
-            streamer=model_kwargs.pop("streamer", None),
+            source, model_kwargs.pop("streamer", None),
         )  # fmt: skip
         call.check()
         policies = CONTROLLERS.make(controller or self.controller), RULES.make(rule or self.rule)
-        with self._evaluating(model):
-            runner = self._built(model)
-            requests, callbacks = _requests(call, runner, *policies)
-            done = _run(call, runner, requests)
-        for asked, completion in zip(callbacks, done, strict=True):
+        with self._running(model) as runner:
+            copies = runner.target.executor.copies
+            done = call.run(runner, call.requests(copies, *policies))
+        for asked, completion in zip(call.asked, done, strict=True):
             if asked.error is not None:
                 raise asked.error
             if completion.error is not None:
                 raise GenerationError(completion.error, completion)
         self.last = done
-        return _returned(call, done)
+        return call.returned(done)
 
     def generate(self, model: Any, /, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, speculating; `attach` sets it on the model."""
@@ -166,59 +235,56 @@ class Speculative:
                 raise _refusal(name)
         if all(kwargs.get(name) is None for name in CACHING):
             kwargs["use_cache"] = False  # one that nobody would read takes a tenth of a call
+        config, tokenizer = kwargs.get("generation_config"), kwargs.pop("tokenizer", None)
+        strings = kwargs.pop("stop_strings", None) or (config and config.stop_strings)
+        if strings:  # as criteria: transformers drops the tokenizer that they need
+            if config is not None:
+                kwargs["generation_config"] = config = copy.copy(config)
+                config.stop_strings = None
+            if (tokenizer := tokenizer or self.tokenizer) is None:
+                raise SettingError("stop_strings need the model's tokenizer: generate(tokenizer=…)")
+            own = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+            kwargs["stopping_criteria"] = StoppingCriteriaList(own)
         # transformers hands on what the signature names, but for the streamer, and asks for it
         # twice a call, which takes longer of an object.
         run = functools.partial(self, streamer=kwargs.get("streamer"))
         run.__signature__ = self._signature  # type: ignore[attr-defined]
-        return plain(model, *args, custom_generate=run, **self._stopped(kwargs))
-
-    def _stopped(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Stop strings as criteria: transformers drops the tokenizer that they need."""
-        tokenizer = kwargs.pop("tokenizer", None) or self.tokenizer
-        config, strings = kwargs.get("generation_config"), kwargs.pop("stop_strings", None)
-        if config is not None and config.stop_strings:
-            kwargs["generation_config"] = copy.deepcopy(config)
-            kwargs["generation_config"].stop_strings, strings = None, strings or config.stop_strings
-        if not strings:
-            return kwargs
-        if tokenizer is None:
-            raise SettingError("stop_strings need the model's tokenizer: generate(tokenizer=...)")
-        from transformers.generation import StoppingCriteriaList, StopStringCriteria
-
-        listed = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
-        return {**kwargs, "stopping_criteria": StoppingCriteriaList(listed)}
+        return plain(model, *args, custom_generate=run, **kwargs)
 
     @contextmanager
-    def _evaluating(self, model: Any) -> Iterator[None]:
-        """Without dropout while anybody generates; then every module's mode is as it was."""
+    def _running(self, model: Any) -> Iterator[Model]:
+        """The engine's side of a model, which is without dropout while anybody generates; then
+        every module's mode is as it was."""
         with self._lock:
             if not self._users:
                 roots = [m for m in (model, self.draft) if isinstance(m, torch.nn.Module)]
                 self._training = [m for root in roots for m in root.modules() if m.training]
             self._users += 1
-            for module in self._training:
-                module.training = False
         try:
-            yield
+            with self._lock:
+                for module in self._training:
+                    module.training = False
+                if self._built is None or self._built[0] is not model:
+                    self._built = model, self._engine_of(model)
+                _, runner = self._built
+            yield runner
         finally:
             with self._lock:
                 self._users -= 1
                 for module in [] if self._users else self._training:
                     module.training = True
 
-    def _built(self, model: Any) -> Model:
-        """The engine's side of a model; made when it first generates."""
-        with self._lock:
-            if self._runner is None or self._model is not model:
-                target = torch_rows(model, own_settings=False)
-                if isinstance(self.draft, DrafterSpec):
-                    drafter = self.draft.build(target, self.tokenizer)
-                else:
-                    rows = torch_rows(self.draft, own_settings=False)
-                    check_encoders(target, rows, type(self.draft).__name__)
-                    drafter = ModelDrafter(rows, target.vocab_size)
-                self._model, self._runner = model, Model(drafter.target or target, drafter)
-            return self._runner
+    def _engine_of(self, model: Any) -> Model:
+        if isinstance(self.draft, Model):
+            return self.draft
+        target = torch_rows(model, own_settings=False)
+        if isinstance(self.draft, DrafterSpec):
+            drafter = self.draft.build(target, self.tokenizer)
+        else:
+            rows = torch_rows(self.draft, own_settings=False)
+            check_encoders(target, rows, type(self.draft).__name__)
+            drafter = ModelDrafter(rows, target.vocab_size)
+        return Model(drafter.target or target, drafter)
 
 
 def attach(
@@ -235,7 +301,8 @@ def attach(
 
     Args:
         model: of transformers, in memory. Its weights, configuration and hooks stay as they are.
-        draft: who runs ahead: a model, a folder, or a spec like ``"suffix"``.
+        draft: who runs ahead: a model, a folder, or a spec like ``"suffix"``. A `forerun.Model`
+            brings its target, too: `model` is then no more than the form in which it is asked.
         controller: how far; None: `auto`.
         rule: what to keep; None: `gumbel`, which is lossless.
         tokenizer: of the model, for `stop_strings` of calls that bring none, and for drafters that
@@ -281,91 +348,6 @@ def _kept(ids: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
     return list(torch.ones_like(ids).bool().cpu() if mask is None else (mask != 0).cpu())
 
 
-def _requests(
-    call: PreparedCall, runner: Model, controller: Controller, rule: AcceptanceRule
-) -> tuple[list[Request], list[RowCallbacks]]:
-    """A request per row, and whom it asks."""
-    config, ids, rows = call.config, call.ids, range(len(call.ids))
-    samples, answers = bool(config.do_sample), config.return_dict_in_generate
-    shaped = [settings_of(call.processors, bool(n), samples) for n in call.padding]
-    criteria = criteria_by_row(call.criteria, len(ids))
-    asked = [RowCallbacks(shaped[row][1], criteria[row], ids, row) for row in rows]
-    eos = ends_of(call.criteria)
-    copies = runner.target.executor.copies and call.source is None
-    read: list[Any] = [None] * len(ids)
-    if call.cache is not None and call.source is None and call.cache.get_seq_length():
-        if not copies:
-            raise SettingError("a draft that runs layers of its target continues no filled cache")
-        read = columns_of(call.cache, call.kept)
-    # Drawn from torch, so that torch.manual_seed repeats a text; greedy ones draw nothing.
-    seeds = torch.randint(1 << 53, (len(ids),)).tolist() if samples else [None] * len(ids)
-    sources = call.sources()
-    return [
-        Request(
-            ids[row][call.kept[row]].tolist(),
-            Sampling(
-                **shaped[row][0], max_new_tokens=config.max_length - ids.shape[1], seed=seeds[row],
-                eos=eos, ignore_eos=not eos, processor=asked[row].processor,
-                stopping=asked[row].stopping,
-            ),
-            controller, rule, sources[row],
-            stream=call.streamer is not None,
-            keep_logits=bool(answers and (config.output_logits or config.output_scores)),
-            keep_cache=bool(answers or getattr(call.cache, "_is_user_defined", False)) and copies,
-            read=read[row],
-        )
-        for row in rows
-    ], asked  # fmt: skip
-
-
-def _run(call: PreparedCall, runner: Model, requests: list[Request]) -> list[Completion]:
-    """Completions by row. A streamer gets the tokens of all rows place by place."""
-    done: dict[int, Completion] = {}
-    tokens: list[list[int]] = [[] for _ in requests]
-    shown = 0
-    for event in runner.run(requests, max(LEAST_ROWS, len(requests))):
-        if event.completion is not None:
-            done[event.request] = event.completion
-        if call.streamer is None:
-            continue
-        tokens[event.request] += [piece.token for piece in event.pieces]
-        going = [text for row, text in enumerate(tokens) if row not in done]
-        ready = min(map(len, going)) if going else max(map(len, tokens))
-        for place in range(shown, ready):
-            column = [text[place] if place < len(text) else call.pad for text in tokens]
-            call.streamer.put(torch.tensor(column))
-        shown = max(shown, ready)
-    if call.streamer is not None:
-        call.streamer.end()
-    return [done[row] for row in range(len(requests))]
-
-
-def _returned(call: PreparedCall, done: list[Completion]) -> Any:
-    """Ids, or the object that `return_dict_in_generate` asks for."""
-    config, ids, tokens = call.config, call.ids, [completion.tokens for completion in done]
-    longest = max(map(len, tokens))
-    padded = [[*row, *[call.pad] * (longest - len(row))] for row in tokens]
-    sequences = torch.cat([ids, ids.new_tensor(padded)], 1)
-    columns = [completion.columns for completion in done if completion.columns is not None]
-    cache = cache_of(columns, call.padding, call.cache) if len(columns) == len(done) else None
-    if not config.return_dict_in_generate:
-        return sequences
-    logits = scores = None
-    if config.output_logits or config.output_scores:  # 0 where a row has ended
-        known = [torch.stack(list(completion.logits or ())).float() for completion in done]
-        logits = pad_sequence(known, batch_first=True).to(ids.device).unbind(1)
-    if config.output_scores:
-        beginnings = (sequences[:, : ids.shape[1] + place] for place in range(longest))
-        scores = tuple(map(call.processors, beginnings, (raw.clone() for raw in logits or ())))
-    coder = "DecoderOnly" if call.source is None else "EncoderDecoder"
-    kind = getattr(generation, f"Generate{coder}Output")
-    named = next(name for name in CACHE_ARGUMENTS if name in kind.__dataclass_fields__)
-    logits = logits if config.output_logits else None
-    out = kind(sequences=sequences, scores=scores, logits=logits, **{named: cache})
-    out["forerun"] = [completion.stats for completion in done]
-    return out
-
-
 def columns_of(cache: Any, kept: Sequence[torch.Tensor]) -> list[Columns | None]:
     """What a cache that `generate` was given holds of each row, None where that is nothing; `kept`
     is per row `(n,)` bool, which places of its padded prompt are none of padding. Raises
@@ -387,10 +369,10 @@ def columns_of(cache: Any, kept: Sequence[torch.Tensor]) -> list[Columns | None]
     return out
 
 
-def cache_of(rows: Sequence[Columns], padding: Sequence[int], given: Any) -> Any:
-    """A `DynamicCache` of rows behind padding, all of one length, 0 where a shorter row ended;
-    `given` itself, if it is one."""
-    pairs = [*zip(padding, rows, strict=True)]
+def cache_of(rows: Sequence[Columns], kept: Sequence[torch.Tensor], given: Any) -> Any:
+    """A `DynamicCache` of rows behind their padding, all of one length, 0 where a shorter row
+    ended; `given` itself, if it is one. `kept` as of `columns_of`."""
+    pairs = [*zip((int((~keep).sum()) for keep in kept), rows, strict=True)]
     length = max(before + row.count for before, row in pairs)
     rooms = [(0, 0, before, length - before - row.count) for before, row in pairs]
     cache, parts = DynamicCache(), zip(*(row.states for row in rows), strict=True)
