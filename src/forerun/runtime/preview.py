@@ -71,13 +71,12 @@ def _gguf(file: gguf.GGUF, installed: bool) -> list[str]:
 
 
 def _memory(file: gguf.GGUF, facts: Facts) -> str:
-    """What OpenVINO needs: packed weights and their scales in float32 in every graph, a byte for
-    each number of the table of embeddings; while weights are packed, the file as well."""
+    """What OpenVINO needs: packed weights and their scales in float32 in every graph; while they
+    are packed, the file as well. Embeddings are read where the file has them."""
     from forerun.runtime.openvino.blocks import rounds_inputs
     from forerun.runtime.openvino.forms import sizes
 
     sized = {tensor.name: prod(tensor.shape) for tensor in file.tensors}
-    table = sized["token_embd.weight"]
     products = sum(
         sized[tensor.name] * (0.75 if width < 0.75 else 1.25 if width < 2 else 4)
         for tensor in file.tensors
@@ -85,7 +84,7 @@ def _memory(file: gguf.GGUF, facts: Facts) -> str:
         and (tensor.name != "token_embd.weight" or "output.weight" not in sized)
     )
     graphs = 1 + len(sizes(facts, halved=False, tiled=False, least=2 if rounds_inputs() else 1)[0])
-    held = _BASE + graphs * products + table
+    held = _BASE + graphs * products
     most = held + file.nbytes
     return f"about {held / 1e9:.1f} GB of memory without a draft, {most / 1e9:.1f} while it loads"
 

@@ -95,9 +95,22 @@ class _Blocks(NamedTuple):
         kind = ov.Type.i8 if self.weights.dtype == np.int8 else ov.Type.i4
         tensor = ov.Tensor(kind, ov.Shape([outputs, blocks, self.size]))
         tensor.data.view(self.weights.dtype).reshape(-1)[...] = self.weights.reshape(-1)
-        scales = op.constant(self.scales.astype(np.float16).reshape(outputs, blocks, 1))
-        wide = op.multiply(op.convert(op.constant(tensor), "f32"), op.convert(scales, "f32"))
+        scales = op.constant(self.scales.astype(np.float32).reshape(outputs, blocks, 1))
+        wide = op.multiply(op.convert(op.constant(tensor), "f32"), scales)
         return op.reshape(wide, op.constant(np.array([outputs, blocks * self.size])), False)
+
+
+def widen(graph: ov.Model) -> None:
+    """Hold scales of blocks in float32, which each compiled graph otherwise makes of them for
+    itself, and keeps beside its own copy."""
+    for node in graph.get_ops():
+        if node.get_type_name() != "Convert" or node.get_output_element_type(0) != ov.Type.f32:
+            continue
+        scales = node.input_value(0).get_node()
+        users = {user.get_node().get_type_name() for user in node.output(0).get_target_inputs()}
+        halves = scales.get_type_name() == "Constant" and scales.get_element_type() == ov.Type.f16
+        if halves and users == {"Multiply"}:
+            replace(node.output(0), op.constant(scales.data.astype(np.float32)))
 
 
 def _blocks(port: ov.Output) -> _Blocks | None:

@@ -29,7 +29,7 @@ from forerun.runtime.base import Facts
 from forerun.runtime.openvino.core import core
 from forerun.runtime.probe import Logits
 
-FORMAT = 8
+FORMAT = 9
 """Goes up when graphs of old versions of this package must not be used."""
 LARGEST_BYTES = 16 << 30
 """The store's size; beyond it the entries that were not used for longest are deleted."""
