@@ -42,11 +42,9 @@ class Evaluated:
 
 
 def evaluate(
-    model: Evaluated,
-    tasks: Sequence[str],
-    limit: int | None = None,
+    model: Evaluated, tasks: Sequence[str], limit: int | None = None,
     include_path: str | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Results of lm-eval, with what speculation did under "forerun".
 
     Args:

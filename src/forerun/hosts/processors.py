@@ -101,21 +101,18 @@ def settings_of(
     return fields, rest
 
 
-def criteria_by_row(criteria: Sequence[Any], rows: int) -> list[list[Any]]:
-    """Who is asked whether a row's text ends, but for length and end-of-text tokens. Criteria may
-    keep state of the rows of a batch, which here advance each at its own pace: every row has copies
-    of its own."""
+def criteria_by_row(criteria: Sequence[Any], rows: int) -> tuple[tuple[int, ...], list[list[Any]]]:
+    """End-of-text tokens that the criteria name, and by row who else is asked whether its text
+    ends, but for its length. Criteria may keep state of the rows of a batch, which here advance
+    each at its own pace: every row has copies of its own."""
     native = criteria_of.MaxLengthCriteria, criteria_of.EosTokenCriteria
+    named = [c.eos_token_id for c in criteria if isinstance(c, criteria_of.EosTokenCriteria)]
+    ends = {int(i) for ids in named for i in torch.as_tensor(ids).reshape(-1)}
     own = [c for c in criteria if type(c) not in native]
     copied = rows > 1 and any(type(c).__module__ not in OWN for c in own)
     try:
-        return [copy.deepcopy(own) if copied else own for _ in range(rows)]
+        copies = [copy.deepcopy(own) if copied else own for _ in range(rows)]
     except Exception as error:
         what = f"stopping criteria that cannot be copied ({error}) serve one text at a time"
         raise SettingError(f"{what}; give one prompt") from error
-
-
-def ends_of(criteria: Sequence[Any]) -> tuple[int, ...]:
-    """End-of-text tokens that the criteria name."""
-    named = [c.eos_token_id for c in criteria if isinstance(c, criteria_of.EosTokenCriteria)]
-    return tuple(sorted({int(i) for ids in named for i in torch.as_tensor(ids).reshape(-1)}))
+    return tuple(sorted(ends)), copies

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
@@ -24,7 +24,7 @@ from forerun.drafters.base import DrafterSpec
 from forerun.drafters.model import ModelDrafter, check_encoders
 from forerun.engine import Completion, Request, Sampling
 from forerun.errors import GenerationError, SettingError
-from forerun.hosts.processors import RowCallbacks, criteria_by_row, ends_of, settings_of
+from forerun.hosts.processors import RowCallbacks, criteria_by_row, settings_of
 from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, Model, drafter_spec
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime.base import Columns
@@ -44,24 +44,20 @@ LEAST_ROWS = 16
 """Texts that are decoded together, if a call has no more."""
 
 
-@dataclass(eq=False)
 class PreparedCall:
-    """One call of `generate`, prepared by transformers."""
+    """One call of `generate`, prepared by transformers: `(rows, n)` ids of the decoder, padded on
+    the left, `(rows, n)` ids that an encoder reads, and what else it was `given`."""
 
-    ids: torch.Tensor  # (rows, n) of the decoder, padded on the left
-    processors: Any
-    criteria: Sequence[Any]
-    config: Any
-    given: Mapping[str, Any]  # for the model's forward
-    source: torch.Tensor | None  # (rows, n) that an encoder reads
-    streamer: Any
-
-    def __post_init__(self) -> None:
-        name = "attention_mask" if self.source is None else "decoder_attention_mask"
-        self.kept = _kept(self.ids, self.given.get(name))
+    def __init__(self, ids: torch.Tensor, source: torch.Tensor | None, given: dict[str, Any]):
+        self.ids, self.source, self.given = ids, source, given
+        names = "logits_processor", "stopping_criteria", "generation_config"
+        self.processors, self.criteria, self.config = map(given.pop, names)
+        self.streamer = given.pop("streamer", None)
+        name = "attention_mask" if source is None else "decoder_attention_mask"
+        self.kept = _kept(ids, given.get(name))
         """Per row `(n,)` bool, which of its ids are none of padding."""
-        given = (self.given[k] for k in CACHE_ARGUMENTS if self.given.get(k) is not None)
-        self.cache: Any = next(given, None)
+        caches = (given[k] for k in CACHE_ARGUMENTS if given.get(k) is not None)
+        self.cache: Any = next(caches, None)
         """It was given, or made by `generate`."""
         self.pad = int(getattr(self.config, "_pad_token_tensor", None) or 0)
         """What rows that have ended are filled up with."""
@@ -69,7 +65,7 @@ class PreparedCall:
 
     def check(self) -> None:
         """Refuse by name what is not served here."""
-        config, why = self.config, None
+        config, why = self.config, ""
         mode = str(config.get_generation_mode().value)
         shown = [n for n in ("output_attentions", "output_hidden_states") if getattr(config, n)]
         if mode not in ("greedy_search", "sample"):
@@ -83,12 +79,14 @@ class PreparedCall:
         if why:
             raise _refusal(why)
 
-    def requests(self, copies: bool, controller: Controller, rule: AcceptanceRule) -> list[Request]:
+    def _requests(
+        self, copies: bool, controller: Controller, rule: AcceptanceRule
+    ) -> Iterator[Request]:
         """One per row; who is asked for it is in `asked`. `copies` as of the target's executor."""
         config, ids, count = self.config, self.ids, len(self.ids)
         samples, answers = bool(config.do_sample), config.return_dict_in_generate
         keeps = bool(answers or getattr(self.cache, "_is_user_defined", False))
-        eos, criteria = ends_of(self.criteria), criteria_by_row(self.criteria, count)
+        eos, criteria = criteria_by_row(self.criteria, count)
         sources: list[Any] = [None] * count
         read: list[Any] = [None] * count
         if self.source is not None:
@@ -97,12 +95,10 @@ class PreparedCall:
             sources = [row[keep].tolist() for row, keep in zip(source, kept, strict=True)]
         elif self.cache is not None and self.cache.get_seq_length():
             if not copies:
-                what = "a draft that runs layers of its target continues no filled cache"
-                raise SettingError(what)
+                raise SettingError("a draft that runs layers of its target continues no cache")
             read = columns_of(self.cache, self.kept)
         # Drawn from torch, so that torch.manual_seed repeats a text; greedy ones draw nothing.
         seeds = torch.randint(1 << 53, (count,)).tolist() if samples else [None] * count
-        out = []
         for row, own in enumerate(self.kept):
             settings, processors = settings_of(self.processors, not own.all(), samples)
             asked = RowCallbacks(processors, criteria[row], ids, row)
@@ -111,18 +107,17 @@ class PreparedCall:
                 **settings, max_new_tokens=config.max_length - ids.shape[1], seed=seeds[row],
                 eos=eos, ignore_eos=not eos, processor=asked.processor, stopping=asked.stopping,
             )  # fmt: skip
-            out.append(Request(
+            yield Request(
                 ids[row][own].tolist(), sampling, controller, rule, sources[row],
                 stream=self.streamer is not None, keep_cache=keeps and copies, read=read[row],
                 keep_logits=bool(answers and (config.output_logits or config.output_scores)),
-            ))  # fmt: skip
-        return out
+            )  # fmt: skip
 
-    def run(self, runner: Model, requests: list[Request]) -> list[Completion]:
+    def run(self, runner: Model, controller: Controller, rule: AcceptanceRule) -> list[Completion]:
         """Completions by row. A streamer gets the tokens of all rows place by place."""
-        done: dict[int, Completion] = {}
+        requests = [*self._requests(runner.target.executor.copies, controller, rule)]
         tokens: list[list[int]] = [[] for _ in requests]
-        shown = 0
+        done, shown = dict[int, Completion](), 0
         for event in runner.run(requests, max(LEAST_ROWS, len(requests))):
             if event.completion is not None:
                 done[event.request] = event.completion
@@ -194,29 +189,17 @@ class Speculative:
         return Speculative, (self.draft, self.controller, self.rule, self.tokenizer)
 
     def __call__(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        inputs_tensor: torch.Tensor | None = None,
-        controller: Any = None,
-        rule: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
+        self, model: Any, input_ids: torch.Tensor, inputs_tensor: torch.Tensor | None = None,
+        controller: Any = None, rule: Any = None, **prepared: Any,
+    ) -> Any:  # fmt: skip
         """What `generate` calls once everything is prepared, and what it returns. Errors of
         processors and criteria come as they are, one of the model as `GenerationError`."""
         source = inputs_tensor if model.config.is_encoder_decoder else None
-        call = PreparedCall(
-            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs,
-            source, model_kwargs.pop("streamer", None),
-        )  # fmt: skip
+        call = PreparedCall(input_ids, source, prepared)
         call.check()
         policies = CONTROLLERS.make(controller or self.controller), RULES.make(rule or self.rule)
         with self._running(model) as runner:
-            copies = runner.target.executor.copies
-            done = call.run(runner, call.requests(copies, *policies))
+            done = call.run(runner, *policies)
         for asked, completion in zip(call.asked, done, strict=True):
             if asked.error is not None:
                 raise asked.error
@@ -288,12 +271,9 @@ class Speculative:
 
 
 def attach(
-    model: Any,
-    draft: Any = "suffix",
-    controller: str | Controller | None = None,
-    rule: str | AcceptanceRule | None = None,
-    tokenizer: Any = None,
-) -> Speculative:
+    model: Any, draft: Any = "suffix", controller: str | Controller | None = None,
+    rule: str | AcceptanceRule | None = None, tokenizer: Any = None,
+) -> Speculative:  # fmt: skip
     """Let `model.generate` speculate, and with it streamers, pipelines, chat loops and lm-eval.
 
     The method is set on the instance, and takes `controller` and `rule` for one call, too. What it
@@ -308,9 +288,6 @@ def attach(
         tokenizer: of the model, for `stop_strings` of calls that bring none, and for drafters that
             compare it with theirs.
 
-    Returns:
-        What speculates; its `last` has the statistics of the newest call.
-
     Raises:
         SettingError: no model that generates, one with a `generate` of its own, or split over
             processes.
@@ -318,10 +295,8 @@ def attach(
     if not hasattr(type(model), "generate"):
         raise SettingError(f"a {type(model).__name__} does not generate; give a transformers model")
     if (getattr(model, "_tp_size", None) or 1) > 1:
-        raise SettingError(
-            "a tensor-parallel model cannot speculate here: every process would decide for itself; "
-            "use device_map, or vLLM"
-        )
+        why = "every process would decide for itself; use device_map, or vLLM"
+        raise SettingError(f"a tensor-parallel model cannot speculate here: {why}")
     detach(model)
     if "generate" in vars(model):
         raise SettingError("this model brings a generate of its own, which is not replaced")
@@ -353,20 +328,19 @@ def columns_of(cache: Any, kept: Sequence[torch.Tensor]) -> list[Columns | None]
     is per row `(n,)` bool, which places of its padded prompt are none of padding. Raises
     `SettingError` unless it holds all tokens of all layers as they are."""
     count, layers = cache.get_seq_length(), getattr(cache, "layers", None) or ()
-    if type(cache) is not DynamicCache or any(
-        layer.keys is None or layer.keys.shape[2] != count for layer in layers
-    ):
+    whole = (c.keys is not None and c.keys.shape[2] == count for c in layers)
+    if type(cache) is not DynamicCache or not all(whole):
         raise SettingError(
             f"a filled {type(cache).__name__} cannot be continued: it must be a DynamicCache that "
             "holds every token of every layer; leave past_key_values out to read the text again"
         )
-    out: list[Columns | None] = []
-    for row, keep in enumerate(kept):
-        # The last token of the prompt is read in any case: what follows it is asked for.
-        places = keep[: min(count, len(keep) - 1)].nonzero()[:, 0]
-        states = [s[row][:, places.to(s.device)] for c in layers for s in (c.keys, c.values)]
-        out.append(Columns(tuple(states), len(places)) if len(places) else None)
-    return out
+    # The last token of the prompt is read in any case: what follows it is asked for.
+    places = [keep[: min(count, len(keep) - 1)].nonzero()[:, 0] for keep in kept]
+    states = [state for layer in layers for state in (layer.keys, layer.values)]
+    return [
+        Columns(tuple(s[row][:, at.to(s.device)] for s in states), len(at)) if len(at) else None
+        for row, at in enumerate(places)
+    ]
 
 
 def cache_of(rows: Sequence[Columns], kept: Sequence[torch.Tensor], given: Any) -> Any:
@@ -375,11 +349,10 @@ def cache_of(rows: Sequence[Columns], kept: Sequence[torch.Tensor], given: Any) 
     pairs = [*zip((int((~keep).sum()) for keep in kept), rows, strict=True)]
     length = max(before + row.count for before, row in pairs)
     rooms = [(0, 0, before, length - before - row.count) for before, row in pairs]
-    cache, parts = DynamicCache(), zip(*(row.states for row in rows), strict=True)
+    parts = zip(*(row.states for row in rows), strict=True)
     whole = [torch.stack([*map(pad, states, rooms)]) for states in parts]
-    for layer, (keys, values) in enumerate(zip(whole[::2], whole[1::2], strict=True)):
-        cache.update(keys, values, layer)
-    if type(given) is DynamicCache:
-        given.layers = cache.layers
-        return given
-    return cache
+    cache = DynamicCache(zip(whole[::2], whole[1::2], strict=True))
+    if type(given) is not DynamicCache:
+        return cache
+    given.layers = cache.layers
+    return given

@@ -59,14 +59,14 @@ def unrecorded(scheduler: Any, config: Any) -> str | None:
 
 def models_of(config: Any) -> dict[str, Any]:
     """Who target and draft are, as a trace has it."""
-    draft = config.speculative_config
-    about: dict[str, Any] = {"versions": {"vllm": version}, "draft": {"name": draft.model}}
+    draft, about = config.speculative_config, dict[str, Any](versions={"vllm": version})
+    about |= {"target": {"name": config.model_config.model}, "draft": {"name": draft.model}}
     if draft.use_ngram():
         least, most = draft.prompt_lookup_min, draft.prompt_lookup_max
         about["drafter"] = f"lookup(n={most},least={least})"
     elif draft.method == "custom_class":
         about["drafter"] = setting(config, "draft") or DEFAULT_DRAFT
-    return about | {"target": {"name": config.model_config.model}}
+    return about
 
 
 def _before(hook: Callable[..., None]) -> Callable[..., Any]:
@@ -94,11 +94,6 @@ class PolicyHooks:
     its own judged. So a decision knows of all rounds but the newest.
     """
 
-    num_spec_tokens: int
-    max_model_len: int
-    requests: dict[str, Any]
-    running: list[Any]
-    vllm_config: Any
     recorder: Any = None
     """With a `HostRecorder`, as much as can be is drafted before every token, and none judged."""
 
@@ -110,7 +105,7 @@ class PolicyHooks:
         self._began = self._ended = time.perf_counter()
 
     @cached_property
-    def lengths(self) -> BatchLengths:
+    def lengths(self: Any) -> BatchLengths:
         """By the default controller, all that a trace wants or what the configuration names."""
         named = setting(self.vllm_config, "controller") or DEFAULT_CONTROLLER
         default = f"fixed({self.num_spec_tokens})" if self.recorder else named
@@ -118,7 +113,7 @@ class PolicyHooks:
         return BatchLengths(default, self.num_spec_tokens)
 
     @_before
-    def schedule(self, throttle_prefills: bool = False) -> None:
+    def schedule(self: Any, throttle_prefills: bool = False) -> None:
         """Of its draft, of which the asynchronous scheduler has but the places, every request has
         its own length judged."""
         self._began = time.perf_counter()
@@ -129,14 +124,14 @@ class PolicyHooks:
             request.spec_token_ids = draft[: 0 if self.recorder else self._asked.get(name, 0)]
 
     @_before
-    def _update_after_schedule(self, scheduler_output: Any) -> None:
+    def _update_after_schedule(self: Any, scheduler_output: Any) -> None:
         output, reads, tokens = scheduler_output, False, 0
         counts, judged, left = output.num_scheduled_tokens, dict[str, int](), dict[str, int]()
         for name, count in counts.items():
             request = self.requests[name]
-            spec = (request.sampling_params.extra_args or {}).get(CONTROLLER)
-            spec = None if self.recorder else spec
-            self.lengths.join(name, spec, not request.sampling_params.temperature)
+            params = request.sampling_params
+            spec = None if self.recorder else (params.extra_args or {}).get(CONTROLLER)
+            self.lengths.join(name, spec, not params.temperature)
             judged[name] = self._asked.get(name, 0)
             before = request.num_computed_tokens
             reads |= before < request.num_prompt_tokens
@@ -152,7 +147,7 @@ class PolicyHooks:
         output.num_spec_tokens_to_schedule = min(output.num_spec_tokens_to_schedule, longest)
 
     @_before
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None:
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> None:
         """Policies learn what became of drafts."""
         output, ran, ended = scheduler_output, model_runner_output, self._ended
         self._ended = now = time.perf_counter()
@@ -167,8 +162,9 @@ class PolicyHooks:
             accepted = min(len(ran.sampled_token_ids[place]) - 1, drafted)
             outcomes[name] = judged_round(drafted, accepted, asked)
             if drafted:
-                DRAFTED.labels(self.lengths.names[name]).inc(drafted)
-                ACCEPTED.labels(self.lengths.names[name]).inc(accepted)
+                spec = self.lengths.names.get(name, "")
+                DRAFTED.labels(spec).inc(drafted)
+                ACCEPTED.labels(spec).inc(accepted)
         seconds = None if reads else now - max(began, ended)
         drafts = output.num_spec_tokens_to_schedule
         self.lengths.observe(outcomes, context, drafts, seconds)
@@ -177,7 +173,7 @@ class PolicyHooks:
             self._asked.pop(name, None)
 
     @_before
-    def _free_request(self, request: Any, delay_free_blocks: bool = False) -> None:
+    def _free_request(self: Any, request: Any, delay_free_blocks: bool = False) -> None:
         """A text that is recorded has ended."""
         if self.recorder is not None:
             room = self.max_model_len - request.num_prompt_tokens
@@ -185,7 +181,7 @@ class PolicyHooks:
             self.recorder.end(request.request_id, list(request.output_token_ids), counts)
 
     @_before
-    def shutdown(self) -> None:
+    def shutdown(self: Any) -> None:
         """What is recorded is written."""
         if self.recorder is not None:
             self.recorder.write()
