@@ -19,6 +19,7 @@ from benchmarks import (
     easd_baselines,
     fairness,
     gpu,
+    grown_trees,
     gumbel,
     headlines,
     leaves,
@@ -91,6 +92,12 @@ def _trees(prompts: int = 2, tokens: int = 48, target: str | None = None):
     """What trees of 8 to 32 nodes would bring over leaves, by replay: shipped target, or a GGUF
     file's."""
     trees.main(prompts, tokens, target)
+
+
+@app.command("grown-trees")
+def _grown_trees(target: str, prompts: int = 3, tokens: int = 64):
+    """What trees grown by the head's own probabilities would bring over chains, for a GGUF file."""
+    grown_trees.main(target, prompts, tokens)
 
 
 @app.command("drafters")
