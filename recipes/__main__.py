@@ -251,12 +251,17 @@ def training_prompts(
     out: Annotated[Path, typer.Option(help="The file.")] = Path("prompts.jsonl"),
     limit: Annotated[int, typer.Option(help="Prompts.")] = 20000,
     seed: Annotated[int, typer.Option(help="Decides which.")] = 0,
+    tasks: Annotated[
+        int, typer.Option(help="Of every task, beside two stories; 4: alike by tokens.")
+    ] = 1,
 ) -> None:
     """Write prompts of the pair's training, for forerun train-draft --data."""
     from recipes.build_prompts import write_training_prompts
 
     with _errors():
-        print(f"written: {write_training_prompts(data, out, limit, seed):,} prompts to {out}")
+        print(
+            f"written: {write_training_prompts(data, out, limit, seed, tasks):,} prompts to {out}"
+        )
 
 
 if __name__ == "__main__":

@@ -81,23 +81,30 @@ def build(data: Path, folder: Path) -> None:
         (folder / f"{family}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def training_prompts(pool: Pool, seed: int) -> Iterator[tuple[str, Example, int]]:
-    """Family, example and most new tokens of training prompts, of every family in turn; no end."""
+def training_prompts(pool: Pool, seed: int, tasks: int = 1) -> Iterator[tuple[str, Example, int]]:
+    """Family, example and most new tokens of training prompts, of every family in turn: two stories,
+    and of every task so many; no end."""
     rng = random.Random(f"exits/{seed}")
     # By tokens, stories get about twice the share of each task, as in the training of the draft.
-    names = ["stories", "stories", *Recipe().task_weights]
+    names = ["stories", "stories", *list(Recipe().task_weights) * tasks]
     while True:
         for name in names:
             family = FAMILIES[name]
             yield name, family.sample(rng, "train", pool), min(family.MAX_NEW_TOKENS, NEW_TOKENS)
 
 
-def write_training_prompts(data: Path, path: Path, limit: int, seed: int) -> int:
-    """Write prompts as `forerun train-draft --data` reads them; returns how many."""
+def write_training_prompts(data: Path, path: Path, limit: int, seed: int, tasks: int = 1) -> int:
+    """Write prompts as `forerun train-draft --data` and `forerun write` read them; returns how
+    many."""
     pool = load_pools(data)["train"]
     lines = [
-        json.dumps({"prompt": example.prompt, "max_new_tokens": most}, ensure_ascii=False) + "\n"
-        for _, example, most in islice(training_prompts(pool, seed), limit)
-    ]
+        json.dumps(
+            {"prompt": example.prompt, "family": family, "id": str(number), "max_new_tokens": most},
+            ensure_ascii=False,
+        ) + "\n"
+        for number, (family, example, most) in enumerate(
+            islice(training_prompts(pool, seed, tasks), limit)
+        )
+    ]  # fmt: skip
     path.write_text("".join(lines), encoding="utf-8")
     return len(lines)

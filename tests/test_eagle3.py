@@ -19,8 +19,17 @@ from forerun.errors import ModelError, SettingError
 from forerun.model import Model, drafter_spec
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.drafts import rounded
+from forerun.runtime.eagle import HEAD, HeadForm
+from forerun.runtime.eagle3 import Eagle3Head
 from forerun.testing import ScriptedModel
-from forerun.training.eagle import Eagle3Trainer, begin_linear, unrolled
+from forerun.training.eagle import (
+    FLAGS,
+    Eagle3Trainer,
+    begin_copying,
+    begin_linear,
+    seen_by,
+    unrolled,
+)
 from forerun.training.fit import Document
 from forerun.training.settings import TrainingSettings
 from test_eagle import written
@@ -256,6 +265,29 @@ def test_a_head_begins_as_the_linear_map_of_texts_that_follow_one() -> None:
         x = head.layer(ids[None], states[None, :-1], torch.arange(len(ids))[None], alone_attended)
     near = torch.nn.functional.cosine_similarity(x[0], states[1:])
     assert float(near.min()) > 0.7, "but for what is random, the next state"
+
+
+def test_a_head_begins_by_copying() -> None:
+    """One attention head sees the place behind the token's earlier occurrence."""
+    torch.manual_seed(0)
+    width, vocab, depths = 2 * HEAD, 40, 2
+    form = HeadForm(width, 96, heads=2, key_heads=2)
+    head = Eagle3Head(form, FLAGS, torch.randn(vocab, width), vocab, depths * width)
+    mix = torch.randn(width, depths * width) * width**-0.5
+    texts = []
+    for _ in range(30):
+        half = torch.randperm(vocab)[:20]
+        ids = torch.cat([half, half])
+        noise = 0.3 * torch.randn(len(ids), depths * width)
+        texts.append((ids, head.table[ids] @ mix + noise))
+    query, key = begin_copying(head, texts, depths)
+    for ids, states in texts[:5]:
+        with torch.inference_mode():
+            own = head.entered(ids[1:], head.fused(states, depths)[:-1])[1]
+            seen = seen_by(head, own, query, key)
+        # Place p of the second half finds p − 20 and sees p − 19; place 0 is not read.
+        seen, behind = seen[20:38, :width], own[1:19, :width]
+        assert float(torch.nn.functional.cosine_similarity(seen, behind).mean()) > 0.8
 
 
 def alone_attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

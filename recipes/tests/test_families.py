@@ -287,3 +287,5 @@ def test_training_prompts_are_of_every_family_and_the_seed_decides() -> None:
     assert set(names) == set(families())
     assert all(1 <= most <= 96 for _, _, most in first(3))
     assert first(3) == first(3) != first(4)
+    more = [name for name, _, _ in islice(training_prompts(POOL, 3, tasks=4), 22)]
+    assert {more.count(name) for name in families()} == {2, 4}

@@ -50,10 +50,16 @@ MATRIX_RATE = 0.02
 
 FLAGS = frozenset({"fc_norm", "norm_before_residual"})
 """The variant: what the layer reads and adds to keeps its size, within a draft, too."""
-SAMPLE = 128
+SAMPLE = 256
 """Texts that a linear map is fitted to, and"""
 RIDGE = 1e-3
 """what is added to the squares of what it reads, in their mean."""
+MATCH = 12.0
+"""Logit at which a head that copies begins to see a token that was read before, and"""
+MIXED = 0.5
+"""size of what says the token read in a fused state, of all of that, at its beginning."""
+Text = tuple[torch.Tensor, torch.Tensor]
+"""`(n,)` ids and `(n, ...)` states."""
 
 
 class HeadTrainer(StatesTraining):
@@ -71,9 +77,12 @@ class HeadTrainer(StatesTraining):
         """By the identity of a text, which is kept beside so that it stays one: log-sums of the
         target's exponentials and its best tokens, `(positions,)` each."""
 
+    def _spread(self, layers: int) -> set[int]:
+        """Depths that are read unless others are asked for, of so many layers."""
+        return {max(1, layers // 3), max(1, 2 * layers // 3), layers}
+
     def _read(self, layers: int) -> Sequence[int]:
-        spread = sorted({max(1, layers // 3), max(1, 2 * layers // 3), layers})
-        depths = check_depths(self.settings.layers or spread, layers)
+        depths = check_depths(self.settings.layers or sorted(self._spread(layers)), layers)
         wanted = sorted({*depths, layers})
         self._columns = [wanted.index(depth) for depth in depths]
         return depths
@@ -202,17 +211,26 @@ class Eagle3Trainer(HeadTrainer):
 
     head: Eagle3Head
 
+    def _spread(self, layers: int) -> set[int]:
+        """One near the beginning, too: it says which token was read, by which places are found."""
+        return {min(2, layers), max(1, layers // 2), layers}
+
     @torch.no_grad()
     def _begun(self, tokens: torch.Tensor | None, texts: Sequence[Document]) -> Own:
         assert tokens is not None
         table = dense(self._access.model.get_input_embeddings().weight).detach()
         self.head = begun3(self._access, table, tokens, len(self.depths))
-        begin_linear(self.head, [
-            (torch.tensor(text.ids[1:], device=table.device),
-             self.head.fused(known, len(self.depths)))
+        read = [
+            (torch.tensor(text.ids, device=table.device), known)
             for part in self._batches(texts[:SAMPLE])
             for text, known in zip(part, self._known(part), strict=True)
-        ])  # fmt: skip
+        ]
+        depths, copying = len(self.depths), None
+        if self.head.form.heads > 1:
+            copying = begin_copying(self.head, read, depths)
+        begin_linear(
+            self.head, [(ids[1:], self.head.fused(own, depths)) for ids, own in read], copying
+        )
         return dict(self.head.named_parameters())
 
     def _write(self, folder: Path, about: About) -> None:
@@ -350,23 +368,96 @@ def begun3(
 
 
 @torch.no_grad()
-def begin_linear(head: Eagle3Head, texts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Let a head of `begun3` begin as the linear map of a token and the state before it that comes
-    closest to the target's next state, by least squares over texts: of each `(n − 1,)` ids from the
-    second on, and `(n, D)` states, fused.
+def begin_copying(head: Eagle3Head, texts: Sequence[Text], depths: int) -> Text:
+    """Queries and keys `(width of a head, 2 D)` that see the places behind earlier occurrences of
+    the token just read, from states `(n, depths × H)`: keys are what a state says of the token
+    that was read with it, which fused states are made to say.
 
-    Queries and keys are both the token's embedding, turned, so that a place attends to itself;
-    values and what follows them are two factors of the map.
+    Tokens are compared in random directions, spread evenly, by the half of a head's numbers that
+    hardly turn with distance.
     """
-    width = head.width
-    read = torch.cat([head.entered(ids, states[:-1])[1] for ids, states in texts])
+    width, size = head.width, head.form.head_width
+    tokens = torch.cat([head.attention_norm(F.embedding(ids, head.table).float())
+                        for ids, _ in texts])  # fmt: skip
+    sizes, axes = torch.linalg.eigh(tokens.T @ tokens / len(tokens))
+    even = (axes * (sizes.clamp(min=0) + 0.01 * sizes.mean()) ** -0.25) @ axes.T
+    half = size // 2
+    still = [*range(half // 2, half), *range(half + half // 2, size)]
+    directions = torch.linalg.qr(torch.randn(width, width)).Q[: len(still)].to(even) @ even
+    directions /= (tokens @ directions.T).square().mean().sqrt()
+    said = tokens @ directions.T
+    states = torch.cat([own for _, own in texts])
+    normed = rms(states.unflatten(-1, (depths, -1)), head.form.eps).flatten(-2)
+    of_states, fused = _closest(normed, said), head.fused(states, depths)
+    share = MIXED * (fused.square().mean() / (normed @ of_states).square().mean()).sqrt()
+    room = torch.linalg.qr(torch.randn(width, width)).Q[:, : len(still)].to(even)
+    head.fuse.weight += share * (len(still) / width) ** -0.5 * room @ of_states.T
+    known = rms(head.fused(states, depths), head.form.eps)
+    of_fused = _closest(known, said)
+    logit = ((known @ of_fused) * said).sum(-1).mean() * size**-0.5
+    sharp = (MATCH / logit.clamp(min=1e-3)).sqrt()
+    query, key = 0.02 * torch.randn(2, size, 2 * width).to(even) * sharp * directions.std()
+    query[still, :width] += sharp * directions
+    key[still, width:] += sharp * of_fused.T
+    return query, key
+
+
+@torch.no_grad()
+def begin_linear(head: Eagle3Head, texts: Sequence[Text], copying: Text | None = None) -> None:
+    """Let a head of `begun3` begin as the linear map that comes closest to the target's next state,
+    by least squares over texts: of each `(n − 1,)` ids from the second on, and `(n, D)` states,
+    fused. It is of a token and the state before it, and of what the last attention head sees by
+    `copying`, if it is there.
+
+    Other queries and keys are both the token's embedding, turned, so that a place attends to
+    itself; values and what follows them are two factors of the map.
+    """
+    width, size = head.width, head.form.head_width
+    own = [head.entered(ids, states[:-1])[1] for ids, states in texts]
+    read, parts = torch.cat(own), [torch.cat(own)]
+    if copying is not None:
+        parts.append(torch.cat([seen_by(head, read, *copying) for read in own]))
     goal, before = torch.cat([states[1:] for _, states in texts]), read[:, width:]
+    linear = _closest(torch.cat(parts, 1), head.state_norm(goal) - before)
+    ranks = [size * (head.form.heads - len(parts) + 1), size][: len(parts)]
+    pieces = zip(parts, linear.split(2 * width), ranks, strict=True)
+    outs, values = zip(*(_factors(*piece) for piece in pieces), strict=True)
+    turned = F.pad(torch.linalg.qr(torch.randn(width, width)).Q.to(read), (0, width))[: ranks[0]]
+    query, key = copying or (read[:0], read[:0])
+    head.out.weight.copy_(torch.cat(outs, 1))
+    head.qkv.weight.copy_(torch.cat([turned, query, turned, key, *values]))
+    made = [part @ (out @ value).T for part, out, value in zip(parts, outs, values, strict=True)]
+    guess = rms(before + sum(made))
+    head.norm.weight.fill_(float((guess * goal).sum() / guess.square().sum()))
+
+
+def seen_by(
+    head: Eagle3Head, read: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """`(n, 2 D)` means of what the layer reads of a text from its second token on, as an attention
+    head with these queries and keys weighs them."""
+    both = torch.stack([read @ query.T, read @ key.T])[None]
+    places = torch.arange(1, len(read) + 1, device=read.device)[None]
+    queries, keys = head.turned(both, places)[0]
+    return F.scaled_dot_product_attention(queries[None], keys[None], read[None], is_causal=True)[0]
+
+
+def _closest(read: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """The linear map of `(n, a)` numbers that comes closest to `(n, b)`."""
     squares = read.T @ read
     squares.diagonal().add_(RIDGE * squares.diagonal().mean())
-    linear = torch.linalg.solve(squares, read.T @ (head.state_norm(goal) - before))
-    left, sizes, right = torch.linalg.svd(linear.T, full_matrices=False)
-    turned = F.pad(torch.linalg.qr(torch.randn(width, width)).Q.to(left), (0, width))
-    head.out.weight.copy_(left * sizes.sqrt())
-    head.qkv.weight.copy_(torch.cat([turned, turned, sizes.sqrt()[:, None] * right]))
-    guess = rms(before + read @ linear)
-    head.norm.weight.fill_(float((guess * goal).sum() / guess.square().sum()))
+    return torch.linalg.solve(squares, read.T @ goal)
+
+
+def _factors(
+    read: torch.Tensor, linear: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(b, rank)` and `(rank, a)`, whose product says most nearly what an `(a, b)` map says of
+    `(n, a)` numbers."""
+    squares, axes = torch.linalg.eigh(read.T @ read / len(read))
+    spread = squares.clamp(min=1e-6 * float(squares[-1])).sqrt()[:, None]
+    left, sizes, right = torch.linalg.svd(spread * (axes.T @ linear), full_matrices=False)
+    values = (axes @ (left / spread))[:, :rank].T
+    lengths = values.norm(dim=1)
+    share = (sizes[:rank] / lengths).sqrt()
+    return (right[:rank] * (share * lengths)[:, None]).T, values * share[:, None]

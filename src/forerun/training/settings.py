@@ -39,7 +39,8 @@ class TrainingSettings:
         layers: of shared and block, the layers of the draft's decoder (default 1); of medusa,
             residual blocks of a head (1); of kangaroo, the target's layers below the adapter (2);
             of exits, the layers to exit after (about six, evenly spaced); of eagle and eagle3, the
-            depths whose states are read (a third, two thirds and all of the layers).
+            depths whose states are read (of eagle a third, two thirds and all of the layers; of
+            eagle3 2, half and all of them).
         width: of block, tokens proposed in a pass, ≥ 2 (default 8); of medusa, heads (5); of eagle,
             of the layer, a multiple of 64 (256).
         steps: optimiser steps, ≥ 1.
