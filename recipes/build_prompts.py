@@ -82,8 +82,8 @@ def build(data: Path, folder: Path) -> None:
 
 
 def training_prompts(pool: Pool, seed: int, tasks: int = 1) -> Iterator[tuple[str, Example, int]]:
-    """Family, example and most new tokens of training prompts, of every family in turn: two stories,
-    and of every task so many; no end."""
+    """Family, example and most new tokens of training prompts, of every family in turn: two
+    stories, and of every task so many; no end."""
     rng = random.Random(f"exits/{seed}")
     # By tokens, stories get about twice the share of each task, as in the training of the draft.
     names = ["stories", "stories", *list(Recipe().task_weights) * tasks]
