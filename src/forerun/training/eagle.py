@@ -385,16 +385,16 @@ def begin_copying(head: Eagle3Head, texts: Sequence[Text], depths: int) -> Text:
     still = [*range(half // 2, half), *range(half + half // 2, size)]
     directions = torch.linalg.qr(torch.randn(width, width)).Q[: len(still)].to(even) @ even
     directions /= (tokens @ directions.T).square().mean().sqrt()
-    said = tokens @ directions.T
+    codes = tokens @ directions.T
     states = torch.cat([own for _, own in texts])
     normed = rms(states.unflatten(-1, (depths, -1)), head.form.eps).flatten(-2)
-    of_states, fused = _closest(normed, said), head.fused(states, depths)
+    of_states, fused = _closest(normed, codes), head.fused(states, depths)
     share = MIXED * (fused.square().mean() / (normed @ of_states).square().mean()).sqrt()
     room = torch.linalg.qr(torch.randn(width, width)).Q[:, : len(still)].to(even)
     head.fuse.weight += share * (len(still) / width) ** -0.5 * room @ of_states.T
     known = rms(head.fused(states, depths), head.form.eps)
-    of_fused = _closest(known, said)
-    logit = ((known @ of_fused) * said).sum(-1).mean() * size**-0.5
+    of_fused = _closest(known, codes)
+    logit = ((known @ of_fused) * codes).sum(-1).mean() * size**-0.5
     sharp = (MATCH / logit.clamp(min=1e-3)).sqrt()
     query, key = 0.02 * torch.randn(2, size, 2 * width).to(even) * sharp * directions.std()
     query[still, :width] += sharp * directions
