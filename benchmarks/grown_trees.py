@@ -341,10 +341,11 @@ def _table(seen: Sequence[Text], costs: Machine, memory: bool) -> dict[str, Any]
     out = {}
     for kind, name in kinds.items():
         own, *against = (np.array([t for _, _, t in found[key]]) for key in (name, *others))
-        by_kind = [against[0][kinds_of == k].sum() / own[kinds_of == k].sum() for k in {*kinds_of}]
+        by_kind = [float(against[0][kinds_of == k].sum() / own[kinds_of == k].sum())
+                   for k in {*kinds_of}]  # fmt: skip
         out[kind] = {
-            "setting": name, "tokens_per_round": tokens / sum(r for _, r, _ in found[name]),
-            "speed": tokens * one / times[name], "worst_kind": float(min(by_kind)),
+            "setting": name, "tokens_per_round": round(tokens / sum(r for _, r, _ in found[name]), 4),
+            "speed": round(tokens * one / times[name], 4), "worst_kind": round(min(by_kind), 4),
             "over": [_ratio(other, own, drawn) for other in against],
         }  # fmt: skip
     return out
@@ -357,8 +358,8 @@ def _leaves(count: int) -> str:
 def _ratio(other: FloatArray, own: FloatArray, drawn: IntArray) -> dict[str, float]:
     """Of the times of all texts, with a 95 % bootstrap interval over texts drawn."""
     ratios = other[drawn].sum(1) / own[drawn].sum(1)
-    low, high = np.quantile(ratios, [0.025, 0.975]).tolist()
-    return {"mean": float(other.sum() / own.sum()), "low": low, "high": high}
+    low, high = np.quantile(ratios, [0.025, 0.975]).round(4).tolist()
+    return {"mean": round(float(other.sum() / own.sum()), 4), "low": low, "high": high}
 
 
 def _text(results: dict[str, Any]) -> str:
