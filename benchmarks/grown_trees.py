@@ -344,10 +344,12 @@ def _table(seen: Sequence[Text], costs: Machine, memory: bool) -> dict[str, Any]
         by_kind = [float(against[0][kinds_of == k].sum() / own[kinds_of == k].sum())
                    for k in {*kinds_of}]  # fmt: skip
         out[kind] = {
-            "setting": name, "tokens_per_round": round(tokens / sum(r for _, r, _ in found[name]), 4),
-            "speed": round(tokens * one / times[name], 4), "worst_kind": round(min(by_kind), 4),
+            "setting": name,
+            "tokens_per_round": round(tokens / sum(r for _, r, _ in found[name]), 4),
+            "speed": round(tokens * one / times[name], 4),
+            "worst_kind": round(min(by_kind), 4),
             "over": [_ratio(other, own, drawn) for other in against],
-        }  # fmt: skip
+        }
     return out
 
 
