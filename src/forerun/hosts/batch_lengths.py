@@ -33,8 +33,8 @@ PRIOR = np.array([0.75, 0.05])
 was timed once: dear, so that the first draft is a token."""
 HELD_UP = 4.0
 """Tokens' time that a step is booked for at most beyond its costs, divided among its rows."""
-NOTHING = 1e-6
-"""The least that they add."""
+NOTHING, PLAINLY = 1e-6, "fixed(0)"
+"""The least that they add; what a request is under whose policy failed."""
 PLAIN, PARTS = (0, 0), 4
 """The kind of a step without drafts, and of a token that means of judged ones are rounded to."""
 Shape = tuple[int, int]
@@ -129,7 +129,6 @@ class BatchLengths:
         self.costs, self._lengths = StepCosts(), Lengths({}, blind=True)
         self.names: dict[str, str] = {}
         """By request the spec of its controller, in the order of the rows of `_lengths`."""
-        self._logged: set[str] = set()
 
     def join(self, request: str, spec: Any, certain: bool) -> None:
         """A request begins, by its id; `spec` None is the default, `certain` is greedy decoding.
@@ -149,7 +148,6 @@ class BatchLengths:
         if gone := self.names.keys() & set(requests):
             self._lengths.keep([i for i, name in enumerate(self.names) if name not in gone])
             self.names = {name: spec for name, spec in self.names.items() if name not in gone}
-            self._logged -= gone
 
     def limits(self, left: Mapping[str, int], context: float) -> dict[str, int]:
         """Most tokens that requests shall draft in the step that begins, of those that may: by how
@@ -159,10 +157,9 @@ class BatchLengths:
         costs = self.costs.costs(max(len(left), 1), context)
         limits = dict(zip(self.names, self._lengths.limits(costs, able), strict=True))
         for request, error in ((list(limits)[i], e) for i, e in self._lengths.failed.items()):
-            if request not in self._logged:
-                self._logged.add(request)
-                spec, why = self.names[request], "request %s decodes plainly, for %s failed: %r"
-                logger.warning(why, request, spec, error)
+            if (spec := self.names[request]) != PLAINLY:
+                self.names[request] = PLAINLY
+                logger.warning("request %s decodes plainly: %s failed: %r", request, spec, error)
         return {r: max(0, min(limits.get(r, 0), self.most, n - 1)) for r, n in left.items()}
 
     def observe(

@@ -46,10 +46,14 @@ LEAST_ROWS = 16
 
 class PreparedCall:
     """One call of `generate`, prepared by transformers: `(rows, n)` ids of the decoder, padded on
-    the left, `(rows, n)` ids that an encoder reads, and what else it was `given`."""
+    the left, `(rows, n)` ids that an encoder reads, and what else it was `given`; refused by name
+    if it is not served here."""
 
-    def __init__(self, ids: torch.Tensor, source: torch.Tensor | None, given: dict[str, Any]):
-        self.ids, self.source, self.given = ids, source, given
+    def __init__(
+        self, ids: torch.Tensor, source: torch.Tensor | None, given: dict[str, Any],
+        stop: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.ids, self.source, self.given, self.stop = ids, source, given, tuple(stop)
         names = "logits_processor", "stopping_criteria", "generation_config"
         self.processors, self.criteria, self.config = map(given.pop, names)
         self.streamer = given.pop("streamer", None)
@@ -62,9 +66,9 @@ class PreparedCall:
         self.pad = int(getattr(self.config, "_pad_token_tensor", None) or 0)
         """What rows that have ended are filled up with."""
         self.asked: list[RowCallbacks] = []
+        self._check()
 
-    def check(self) -> None:
-        """Refuse by name what is not served here."""
+    def _check(self) -> None:
         config, why = self.config, ""
         mode = str(config.get_generation_mode().value)
         shown = [n for n in ("output_attentions", "output_hidden_states") if getattr(config, n)]
@@ -106,6 +110,7 @@ class PreparedCall:
             sampling = Sampling(
                 **settings, max_new_tokens=config.max_length - ids.shape[1], seed=seeds[row],
                 eos=eos, ignore_eos=not eos, processor=asked.processor, stopping=asked.stopping,
+                stop=self.stop,
             )  # fmt: skip
             yield Request(
                 ids[row][own].tolist(), sampling, controller, rule, sources[row],
@@ -190,13 +195,13 @@ class Speculative:
 
     def __call__(
         self, model: Any, input_ids: torch.Tensor, inputs_tensor: torch.Tensor | None = None,
-        controller: Any = None, rule: Any = None, **prepared: Any,
+        controller: Any = None, rule: Any = None, stop: Sequence[str] = (), **prepared: Any,
     ) -> Any:  # fmt: skip
         """What `generate` calls once everything is prepared, and what it returns. Errors of
-        processors and criteria come as they are, one of the model as `GenerationError`."""
+        processors and criteria come as they are, one of the model as `GenerationError`. `stop` has
+        strings for the engine's own tokenizer, if it has one (of a `forerun.Model`)."""
         source = inputs_tensor if model.config.is_encoder_decoder else None
-        call = PreparedCall(input_ids, source, prepared)
-        call.check()
+        call = PreparedCall(input_ids, source, prepared, stop)
         policies = CONTROLLERS.make(controller or self.controller), RULES.make(rule or self.rule)
         with self._running(model) as runner:
             done = call.run(runner, *policies)
