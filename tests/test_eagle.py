@@ -19,6 +19,7 @@ from forerun.runtime.drafts import ABOUT, WEIGHTS, About, Tensors, rounded, save
 from forerun.runtime.eagle import EPS, EagleHead
 from forerun.testing import ScriptedModel
 from forerun.training import eagle as training
+from forerun.training import fit
 from forerun.training.eagle import EagleTrainer, unrolled
 from forerun.training.fit import Document
 from forerun.training.settings import TrainingSettings
@@ -263,6 +264,20 @@ def test_what_is_lost_is_the_same_whoever_runs_together(
         assert len(parts) == 6 // rows
         losses.append(sum(parts))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+
+
+@pytest.mark.parametrize(("room", "passes"), [(0, 2), (1 << 20, 1)])
+def test_a_text_is_read_again_where_there_is_no_room_for_its_states(
+    monkeypatch: pytest.MonkeyPatch, room: int, passes: int
+) -> None:
+    monkeypatch.setattr(fit, "room", lambda: room)
+    model, text, seen = build("llama"), Document([3, 4, 5]), []
+    model.base_model.register_forward_hook(lambda *_: seen.append(1))
+    states = fit.TargetStates(model, (1, 3))
+    first, again = (states.of([text])[0] for _ in range(2))
+    assert first.shape == (3, 2, model.config.hidden_size)
+    assert torch.equal(first, again)
+    assert len(seen) == passes
 
 
 def test_goals_are_shares_of_all_that_the_target_says_which_is_asked_once(

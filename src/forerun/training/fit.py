@@ -30,7 +30,7 @@ from forerun.training.settings import TRAINERS, TrainingSettings
 
 CHECKPOINT = "training.pt"
 ROOM = 1 << 30
-"""Bytes of the target's states that are kept."""
+"""Bytes of the target's states that are kept at least."""
 
 
 class Document(NamedTuple):
@@ -212,13 +212,13 @@ class Training(ABC, Generic[T]):
 
 class TargetStates:
     """What a frozen decoder-only target leaves of texts at some depths (`States`); kept while there
-    is `ROOM`."""
+    is `room`."""
 
     def __init__(self, model: Any, depths: Sequence[int]) -> None:
         self._model, self._taps, self._count = model, Taps(model, depths), len(depths)
         self._held: dict[int, tuple[Document, torch.Tensor]] = {}
         """By the identity of a text, which is kept beside so that it stays one."""
-        self._room = ROOM
+        self._room = room()
 
     @torch.no_grad()
     def of(self, texts: Sequence[Document]) -> list[torch.Tensor]:
@@ -236,6 +236,15 @@ class TargetStates:
                 if self._room > 0:
                     self._held[id(text)] = text, own
         return [held[id(text)][1] for text in texts]
+
+
+def room() -> int:
+    """Bytes of states to keep: an eighth of the memory, for to read a text anew takes ten times as
+    long as to learn from it."""
+    try:
+        return max(ROOM, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
+    except (AttributeError, ValueError):  # Windows does not say
+        return ROOM
 
 
 class StatesTraining(Training[Document]):
