@@ -269,12 +269,12 @@ def show(runs: Runs, title: str) -> None:
             )
 
 
-def long_texts(encode: Encode, lengths: Sequence[int]) -> dict[str, list[str]]:
-    """A question behind so many tokens of numbered sentences, two of each length."""
+def long_texts(encode: Encode, lengths: Sequence[int], prompts: int) -> dict[str, list[str]]:
+    """A question behind so many tokens of numbered sentences, several of each length."""
     made: dict[str, list[str]] = {}
     for length in lengths:
         made[f"{length:,} tokens"] = []
-        for start in (1, 5000):
+        for start in range(1, 1000 * prompts, 1000):
             note = "Note {}: shelf {} holds {} boxes of letters from the year {}. "
             parts: list[str] = []
             while len(encode("".join(parts))) < length:
@@ -299,8 +299,10 @@ def main(options: argparse.Namespace) -> None:
         }
         return show(runs, "tokens/s")
     made, encode = methods(options.model, options.threads, options.tokens, options.sampled)
+    if options.only:
+        made = {name: made[name] for name in options.only.split(",")}
     if options.long:
-        texts = long_texts(encode, [2000, 6000])
+        texts = long_texts(encode, [2000, 6000], options.prompts)
     else:
         kinds = options.kinds.split(",") if options.kinds else list(KINDS)
         texts = {
@@ -323,6 +325,7 @@ if __name__ == "__main__":
     parser.add_argument("--kinds", help="of prompts, with commas; default: all")
     parser.add_argument("--sampled", type=float, metavar="T")
     parser.add_argument("--long", action="store_true")
+    parser.add_argument("--only", help="names of methods, with commas; default: all")
     parser.add_argument("--save", metavar="FILE")
     parser.add_argument("--merge", nargs="+", metavar="FILE")
     main(parser.parse_args())
