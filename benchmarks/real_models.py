@@ -239,10 +239,10 @@ def show(runs: Runs, title: str) -> None:
     for kind, row in runs.items():
         cells = [mean([len(a.tokens) / a.seconds for a in row[name]]) for name in names]
         circles = sum(repeated(a.tokens) for a in row["plain"]) / len(row["plain"])
-        print(f"| {kind} | " + " | ".join(f"{x:.1f}" for x in cells) + f" | {circles:.0%} |")
+        print(f"| {kind} | " + " | ".join(f"{x:.3g}" for x in cells) + f" | {circles:.0%} |")
     every = {name: [a for row in runs.values() for a in row[name]] for name in names}
     speeds = {n: [len(a.tokens) / a.seconds for a in every[n]] for n in names}
-    print("| **mean** | " + " | ".join(f"{mean(speeds[n]):.1f}" for n in names) + " | |")
+    print("| **mean** | " + " | ".join(f"{mean(speeds[n]):.3g}" for n in names) + " | |")
     ratios = [mean([a / b for a, b in zip(speeds[n], speeds["plain"], strict=True)]) for n in names]
     print("| × plain | " + " | ".join(f"{x:.2f}" for x in ratios) + " | |")
     cpu = [mean([1e3 * a.cpu / len(a.tokens) for a in every[n]]) for n in names]

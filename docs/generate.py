@@ -173,7 +173,7 @@ def _measured(name: str, number: int, wanted: list[str] | None) -> str:
     return "\n".join([header, line, *rows, "", f"{command}, {how}"])
 
 
-WITH_RESULTS = "choosing.md", "measured.md", "real-models.md"
+WITH_RESULTS = "choosing.md", "hosts.md", "measured.md", "real-models.md"
 PAGES = {HERE / "cli.md": cli, HERE / "methods.md": methods} | {
     page: partial(with_results, page)
     for page in (HERE.parent / "README.md", *map(HERE.joinpath, WITH_RESULTS))
