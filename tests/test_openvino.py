@@ -732,7 +732,7 @@ def test_a_checkpoint_in_16_bits_is_not_widened_to_be_exported(
         wanted = alone(exact, text)
         assert (executor.run([0], [text], [20])[0] - wanted).abs().max() < most
         assert executor.facts.token_bytes == facts_of(exact).token_bytes
-        assert dtypes == ([dtype, "fp32"] if family.startswith("gemma3") else [dtype])
+        assert dtypes == ([dtype, "fp32"] if family.startswith("gemma") else [dtype])
 
 
 @pytest.mark.usefixtures("own_store")

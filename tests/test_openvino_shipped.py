@@ -91,18 +91,6 @@ def test_a_draft_of_its_own_precision_changes_no_text(
         load(draft="lookup", runtime="openvino(draft_precision='q4')")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draft", ["specbound", "adadecode"])
-def test_early_exits_write_torchs_text(
-    pair: Any, prompts: list[list[int]], reference: list[list[int]], draft: str
-) -> None:
-    """The layers between two exits are graphs of their own, over the same cache."""
-    model = load(draft=draft, runtime="openvino")
-    done = model.generate(prompts[:2], max_new_tokens=TOKENS, controller="fixed(6)")
-    assert [completion.tokens for completion in done] == reference[:2]
-    assert sum(completion.stats.accepted for completion in done) > 0
-
-
 def test_a_stored_graph_starts_without_what_compiles_torch_models(pair: Any) -> None:
     """Imports are most of the time to the first token; nearly a half of them are not needed."""
     lines = [
