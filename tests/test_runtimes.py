@@ -43,7 +43,14 @@ from tiny import CONFIGS, LIMIT, VOCAB, WINDOWED, build, texts
 TOLERANCE = 5e-5  # logits here reach about 5; fp32 rounding over three layers stays below 1e-5
 OTHERS = {"layers", "encoder", "gemma3_text", "qwen2-windowed"}
 """Families of executors that CI runs besides `FAMILIES`: what has windows, or no family."""
-GRAPHS = {"llama", "marian", "halved-llama-large", "parts-gpt2-large", "layers-llama"}
+GRAPHS = {
+    "padded-llama",
+    "llama",
+    "marian",
+    "halved-llama-large",
+    "parts-gpt2-large",
+    "layers-llama",
+}
 """Of openvino, each of which is exported first: one of each kind."""
 
 
@@ -167,6 +174,19 @@ def of_halved(family: str, large: bool = False, tiled: bool = False) -> Case:
     return of_model(make, family, lambda model: model.bfloat16().float())
 
 
+def of_padded(family: str) -> Case:
+    """As where one token takes another kernel, whatever this CPU does."""
+    pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
+    from forerun.runtime.openvino import load
+
+    def make(model: Any) -> Executor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(load, "passes_agree", lambda executor, rounds: executor._least == 2)
+            return load.from_model(model, cached=False)
+
+    return of_model(make, family)
+
+
 def of_precision(precision: str) -> Case:
     """Weights in fewer bits are a model of their own, which a text alone is read by in one pass."""
     pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
@@ -203,6 +223,7 @@ CASES: dict[str, Callable[[], Case]] = {
         "bart", lambda model: EncoderDecoderExecutor(pack(copy.deepcopy(model)))
     ),
     **{f"cudagraphs-{f}": lambda f=f: of_cuda_graphs(f) for f in (*CONFIGS, *WINDOWED)},
+    "openvino-padded-llama": lambda: of_padded("llama"),
     "openvino-halved-gpt2": lambda: of_halved("gpt2"),
     "openvino-halved-llama-large": lambda: of_halved("llama", large=True),
     "openvino-parts-llama": lambda: of_halved("llama", tiled=True),

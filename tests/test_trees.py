@@ -19,10 +19,10 @@ WIDEST = 12
 NAMES = {
     *(f"torch-{family}" for family in ("llama", "gpt2", "gemma3_text")),
     *(f"cudagraphs-{family}" for family in ("llama", "gpt2", "gemma2")),
-    *(f"openvino-{family}" for family in ("llama", "gpt2", "marian")),
+    *(f"openvino-{family}" for family in ("llama", "gpt2", "marian", "padded-llama")),
     *("encoder-t5", "encoder-bart", "scripted"),
 }
-QUICK = "torch-gemma3_text", "cudagraphs-gemma2", "openvino-gpt2"
+QUICK = "torch-gemma3_text", "cudagraphs-gemma2", "openvino-gpt2", "openvino-padded-llama"
 
 
 def random_parents(make: random.Random, count: int) -> list[int]:

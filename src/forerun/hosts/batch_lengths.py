@@ -33,8 +33,10 @@ PRIOR = np.array([0.75, 0.05])
 was timed once: dear, so that the first draft is a token."""
 HELD_UP = 4.0
 """Tokens' time that a step is booked for at most beyond its costs, divided among its rows."""
-NOTHING, PLAINLY = 1e-6, "fixed(0)"
-"""The least that they add; what a request is under whose policy failed."""
+NOTHING = 1e-6
+"""The least that they add."""
+PLAINLY = "fixed(0)"
+"""What a request is under whose policy failed."""
 PLAIN, PARTS = (0, 0), 4
 """The kind of a step without drafts, and of a token that means of judged ones are rounded to."""
 Shape = tuple[int, int]
@@ -170,10 +172,8 @@ class BatchLengths:
         if not judged:
             return
         rows, took = len(judged), None
-        mean, costs = (
-            sum(r.drafted for r in judged.values()) / rows,
-            self.costs.costs(rows, context),
-        )
+        mean = sum(one.drafted for one in judged.values()) / rows
+        costs = self.costs.costs(rows, context)
         if seconds is not None:
             # The time of drafts is this step's, whatever they bring in the next. Of a step that the
             # machine held up little is booked beyond what costs say.

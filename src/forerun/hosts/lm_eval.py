@@ -42,9 +42,11 @@ class Evaluated:
 
 
 def evaluate(
-    model: Evaluated, tasks: Sequence[str], limit: int | None = None,
+    model: Evaluated,
+    tasks: Sequence[str],
+    limit: int | None = None,
     include_path: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Results of lm-eval, with what speculation did under "forerun".
 
     Args:
@@ -99,20 +101,20 @@ def evaluate(
 def _attached(how: Evaluated, kind: Any) -> tuple[Any, Speculative]:
     """lm-eval's own model over the attached one. On another runtime that is a form without weights,
     behind which an engine writes, and given texts are scored one at a time in plain passes."""
-    draft: Any = how.draft
+    engine = None
     if how.runtime == "torch":
         hf, tokenizer = load_model(how.target, dtype=how.dtype), load_tokenizer(how.target)
     else:
-        draft = load(how.target, how.draft, runtime=how.runtime, dtype=how.dtype)
-        rows, tokenizer = draft.target, draft.tokenizer
+        engine = load(how.target, how.draft, runtime=how.runtime, dtype=how.dtype)
+        rows, tokenizer = engine.target, engine.tokenizer
         size = dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads"), 2)
         size |= {"vocab_size": rows.vocab_size, "max_position_embeddings": rows.limit}
-        shape = LlamaConfig(**size, num_hidden_layers=0, eos_token_id=sorted(draft.eos))
+        shape = LlamaConfig(**size, num_hidden_layers=0, eos_token_id=sorted(engine.eos))
         hf = LlamaForCausalLM(shape)
-    speculative = attach(hf, draft, how.controller, how.rule, tokenizer)
+    speculative = attach(hf, engine or how.draft, how.controller, how.rule, tokenizer)
     made = kind(pretrained=hf, tokenizer=tokenizer, batch_size=how.batch_size)
-    if how.runtime != "torch":
-        made._loglikelihood_tokens = partial(_scored, draft)
+    if engine is not None:
+        made._loglikelihood_tokens = partial(_scored, engine)
         # As criteria they decode all rows for every token: a fourth of a small model's time.
         generate = hf.generate
         hf.generate = lambda stopping_criteria, **given: generate(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from forerun.prompts import Prompt
 
 SCHEMA = "forerun_texts"  # key of the first line, which says how the others were written
-GROUP = 64  # texts that are added to the file together, fewer if they took
-SECONDS = 30.0
+GROUP = 64  # texts that are added to the file together
+SECONDS = 30.0  # after which as many are added as there are
 
 
 def read_written(path: str | Path) -> Iterator[Document]:

@@ -100,7 +100,7 @@ class _Blocks(NamedTuple):
         return op.reshape(wide, op.constant(np.array([outputs, blocks * self.size])), False)
 
 
-def widen(graph: ov.Model) -> None:
+def widen_scales(graph: ov.Model) -> None:
     """Hold scales of blocks in float32, which each compiled graph otherwise makes of them for
     itself, and keeps beside its own copy."""
     for node in graph.get_ops():

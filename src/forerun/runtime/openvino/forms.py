@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 
 from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.nodes import GIVEN, SOURCE_ROW, SPREAD, TREES, caches, spread
+from forerun.runtime.openvino.nodes import (
+    GIVEN,
+    PADDED,
+    SOURCE_ROW,
+    TREES,
+    caches,
+    pad_attention,
+)
 from forerun.runtime.openvino.parts import has_matrix_units, multiply_in_parts
 from forerun.runtime.openvino.request import InferRequest
 from forerun.runtime.openvino.weights import is_halved, keep_halves, widen
@@ -134,7 +141,7 @@ class Form:
         self._version = -1
         self.trees = all(map(self.request.has, TREES))
         """Whether passes may feed trees."""
-        self._spreads = self.request.has(SPREAD[0])
+        self._pads_attention = self.request.has(PADDED[0])
         self._branching = self.trees  # so that the inputs are bound
         self._chains()
 
@@ -231,7 +238,7 @@ class Form:
         """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""
         self._shape = counts, wanted
         padded = self.fed(counts)
-        own = counts if self._spreads and sum(counts) >= self._least else padded
+        own = counts if self._pads_attention and sum(counts) >= self._least else padded
         fed = [(row, *span) for row, span in enumerate(spans(own)) if counts[row]]
         self.begins = {row: first for row, first, _ in fed}
         ends = {row: first + counts[row] for row, first in self.begins.items()}
@@ -251,17 +258,17 @@ class Form:
         self._past = request.input("past_lens", len(fed))
         self._ids = request.input("input_ids", size)
         self._positions = request.input("position_ids", size)
-        if self._spreads:
-            self._spread(begins)
+        if self._pads_attention:
+            self._bind_padding(begins)
 
-    def _spread(self, begins: Sequence[int]) -> None:
-        """Set the inputs `SPREAD`: a row is padded with its last token."""
-        packed: list[int] = []
-        spread: list[int] = []
+    def _bind_padding(self, begins: Sequence[int]) -> None:
+        """Set the inputs `PADDED`: a row is padded with its last token."""
+        padded: list[int] = []
+        unpadded: list[int] = []
         for (_, first, last), begin, end in zip(self._fed, begins, begins[1:], strict=False):
-            packed += range(begin, begin + last - first)
-            spread += [min(first + at, last - 1) for at in range(end - begin)]
-        for name, values in zip(SPREAD, (spread, packed), strict=True):
+            unpadded += range(begin, begin + last - first)
+            padded += [min(first + at, last - 1) for at in range(end - begin)]
+        for name, values in zip(PADDED, (padded, unpadded), strict=True):
             self.request.input(name, len(values))[:] = array("i", values)
 
     def _bind_tables(self, tables: Sequence[Sequence[int]]) -> None:
@@ -308,7 +315,7 @@ class Forms:
                 multiply_in_parts(own)
             keep_halves(own)
             if least > 1 and not tokens:
-                spread(own)
+                pad_attention(own)
             return Form(own, facts, settings, tokens)
 
         def compiled(sizes: Sequence[int]) -> list[Form]:

@@ -19,7 +19,7 @@ from openvino.frontend import FrontEndManager
 
 from forerun.errors import MissingExtraError, UnsupportedModelError
 from forerun.runtime.gguf import GGUF
-from forerun.runtime.openvino.blocks import rounds_inputs, sign, widen
+from forerun.runtime.openvino.blocks import rounds_inputs, sign, widen_scales
 from forerun.runtime.openvino.export import Attention, integers, placeholder, reason
 from forerun.runtime.openvino.ports import adopt, before, last_two, replace
 from forerun.runtime.openvino.rotations import halve
@@ -62,7 +62,7 @@ def graph_of(file: GGUF) -> ov.Model:
     )
     if rounds_inputs():
         sign(made)
-    widen(made)
+    widen_scales(made)
     return made
 
 

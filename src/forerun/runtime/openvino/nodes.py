@@ -40,9 +40,9 @@ STATES = "states"
 """The output that `tap` adds."""
 GIVEN = "given"
 """An input `(tokens, 1, D)` of heads on a target's states: what they read beside tokens."""
-SPREAD = "spread", "packed"
-"""Inputs that `spread` adds: the token that each token of attention is, and the token of attention
-that each token is."""
+PADDED = "padded", "unpadded"
+"""Inputs that `pad_attention` adds: the token that each token of attention is, and the token of
+attention that each token is."""
 SOURCE = "source_"
 """What is said of sources has names that begin so: rows, caches, and `SOURCE_LAST`."""
 SOURCE_LAST, SOURCE_ROW = "source_last", "source_row"
@@ -111,22 +111,22 @@ def attach(graph: ov.Model) -> ov.Model:
     return graph
 
 
-def spread(graph: ov.Model) -> None:
-    """Let attention be over more tokens than the rest of a graph, which is changed: it gains the
-    inputs `SPREAD`."""
-    spread, packed = (op.parameter([-1], ov.Type.i32, name=name) for name in SPREAD)
-    for node in (spread, packed):
+def pad_attention(graph: ov.Model) -> None:
+    """Let attention be over padding that nothing else in a graph is over, which is changed: it
+    gains the inputs `PADDED`."""
+    padded, unpadded = (op.parameter([-1], ov.Type.i32, name=name) for name in PADDED)
+    for node in (padded, unpadded):
         node.output(0).get_tensor().set_names({node.get_friendly_name()})
     for node in graph.get_ops():
         if node.get_type_name() == "PagedAttentionExtension":
             for at in range(3):
-                states = op.gather(node.input_value(at), spread, op.constant(0))
+                states = op.gather(node.input_value(at), padded, op.constant(0))
                 node.input(at).replace_source_output(states.output(0))
             users = list(node.output(0).get_target_inputs())
-            mixed = op.gather(node.output(0), packed, op.constant(0))
+            mixed = op.gather(node.output(0), unpadded, op.constant(0))
             for user in users:
                 user.replace_source_output(mixed.output(0))
-    graph.add_parameters([spread, packed])
+    graph.add_parameters([padded, unpadded])
     graph.validate_nodes_and_infer_types()
 
 
