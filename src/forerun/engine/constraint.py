@@ -20,7 +20,8 @@ from forerun.requests import Constraint
 
 KEPT = 64  # masks that are kept: more than a round's
 STEP_SECONDS, TOTAL_SECONDS = 0.05, 2.0
-"""Processor time of constraints in a round, all of them and each, and for a request."""
+"""Processor time of constraints in a round, all of them and each, and for a request. One longer
+round is forgiven: a collection of Python's garbage runs in whichever thread it meets."""
 FREE = 3  # masks that count for the request only: the first ones build what later ones use
 QUICK = 0.002  # processor seconds of a mask that no other request feels: not counted
 
@@ -60,6 +61,7 @@ class Place:
         self.error: Exception | None = None
         self._seconds, self._computed = 0.0, 0
         self._step, self._step_seconds = -1, 0.0
+        self._slow = 0  # earlier rounds that took too long
         self.took = 0.0  # processor time of its newest round
         self.rested = 0  # passes that it has sat out, the one that runs included; see `sit_out`
 
@@ -105,6 +107,7 @@ class Place:
     def _begin(self, output: Sequence[int]) -> None:
         """A new round begins where the text has grown."""
         if len(output) != self._step:
+            self._slow += self._step_seconds > STEP_SECONDS
             self._step, self._step_seconds, self.took = len(output), 0.0, 0.0
 
     def _mask(self, output: Sequence[int]) -> NDArray[np.bool_] | None:
@@ -144,7 +147,8 @@ class Place:
         self.took += took
         self._seconds += max(took - QUICK, 0)
         self._step_seconds += took * (self._computed > FREE)
-        if self._step_seconds > STEP_SECONDS or self._seconds > TOTAL_SECONDS:
+        again = self._slow and self._step_seconds > STEP_SECONDS
+        if again or self._seconds > TOTAL_SECONDS:
             self.error = SettingError(
                 f"the constraint takes too long: {self._step_seconds * 1e3:.0f} ms in one round, "
                 f"{self._seconds:.1f} s in all; make its rules less ambiguous"
