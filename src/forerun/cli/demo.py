@@ -25,9 +25,10 @@ Try next:
   forerun generate PROMPT --target ID_OR_PATH       your own Hugging Face model"""
 
 OF_SMOLLM2 = """\
-SmolLM2, 135 million parameters, writes; what it wrote for other prompts, 62,000 n-grams, and the
-text so far say what may come next, and it checks these tokens in one pass. So several come for the
-price of one, and the text is exactly what it would have written alone: see below."""
+SmolLM2, 135 million parameters, writes. The text so far, a table of what it wrote for other
+prompts, and one small layer on its own states say what may come next, and it checks these tokens
+in one pass. So several come for the price of one, and the text is exactly what it would have
+written alone: see below."""
 
 QUESTIONS = (
     "Write a Python function that counts the vowels of a text, with a docstring and two examples.",
