@@ -134,7 +134,7 @@ def test_forecasts_are_of_the_model_alone() -> None:
     for free in (set(), {0}):
         lengths.limits(costs, [Seat()])
         missed = RoundOutcome(3, 0, [0.0] * 3, Stop.CONFIDENCE, [Token(logit_margin=2.0)] * 3)
-        lengths.observe(costs, [missed], [missed.tokens], Outcome({0: 1}, {0: 3}, 3), free)
+        lengths.observe(costs, [missed], Outcome({0: 1}, {0: 3}, 3), free)
         states.append(lengths._rows[0].state)
     assert states[0] == states[1] != Survival().start()
 

@@ -32,7 +32,7 @@ def observe(lengths, rounds, seconds=None, costs=COSTS):
         {i: seen.drafted for i, seen in enumerate(rounds)},
         max(seen.drafted for seen in rounds), seconds,
     )  # fmt: skip
-    lengths.observe(costs, rounds, [seen.tokens for seen in rounds], outcome)
+    lengths.observe(costs, rounds, outcome)
 
 
 def test_each_row_has_its_own_policy():

@@ -240,7 +240,6 @@ class Lengths:
         self,
         costs: Costs,
         rounds: Sequence[RoundOutcome | None],
-        drafted: Sequence[Sequence[Token]],
         outcome: Outcome,
         free: Collection[int] = (),
     ) -> None:
@@ -248,8 +247,8 @@ class Lengths:
 
         Args:
             costs: of the pass.
-            rounds: None of a row that only read its prompt, or was drafted for by others.
-            drafted: what was shown of each row's tokens, those left out included.
+            rounds: None of a row that only read its prompt, or was drafted for by others; with all
+                tokens that were drafted, those left out included.
             outcome: of the pass.
             free: rows whose draft cost no step of a model; forecasts are of the model's.
         """
@@ -271,13 +270,13 @@ class Lengths:
         for group in self._groups:
             first, given, own = group.rows[0], group.given, outcome
             if given:  # neither the clock nor neighbours have a say
-                if rounds[first] is None:
+                if (seen := rounds[first]) is None:
                     continue
                 committed, judged, leaves = (
                     {first: of[first]} if first in of else {}
                     for of in (outcome.committed, outcome.judged, outcome.leaves)
                 )
-                own = Outcome(committed, judged, len(drafted[first]), leaves=leaves)
+                own = Outcome(committed, judged, len(seen.tokens), leaves=leaves)
             if own.committed:
                 group.pace = group.governor.observe(group.pace, given or costs, group.plan, own)
 

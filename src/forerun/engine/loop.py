@@ -503,7 +503,7 @@ class Engine:
             *(self._meter.booked(lap) if timed else (None, 0.0)),
             {i: len(own) for i, own in proposal.leaves.items()},
         )
-        self._lengths.observe(passed.costs, seen, proposal.shown, outcome, proposal.free)
+        self._lengths.observe(passed.costs, seen, outcome, proposal.free)
         if timed:
             self._meter.add(lap)
 

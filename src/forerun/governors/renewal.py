@@ -102,15 +102,7 @@ class Renewal(Governor):
         self, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int
     ) -> _Weighed:
         """Draft where what may be lost pays for a look at a token."""
-        plan = _Weighed(self.rate(pace), pace, costs, seats, rows, paid)
-        plan.most_leaves = self.leaves
-        begun = [] if costs.retime == "plain" else plan.begins(seats, pace.reserve * costs.plain)
-        if any(seats[i].blind for i in begun):
-            plan.foresee(begun, self.high)
-        else:
-            for i in begun:
-                plan.most[i] = self.high
-        return plan
+        return _Weighed(self, pace, costs, seats, rows, paid)
 
     def observe(self, pace: Pace, costs: Costs, plan: Plan | None, outcome: Outcome) -> Pace:
         """Book what the round gained or lost, and the interest."""
@@ -141,10 +133,10 @@ class _Weighed(Plan):
     """One round: a row's gain is a chance; the price of a second is λ, of all rows it holds up."""
 
     def __init__(
-        self, price: float, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int
+        self, by: Renewal, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int
     ) -> None:
-        self._costs, self._rows, self._paid = costs, rows, paid
-        self._price = price * rows / costs.plain
+        self._by, self._costs, self._seats, self._rows, self._paid = by, costs, seats, rows, paid
+        self._price = by.rate(pace) * rows / costs.plain
         self.shares = rows**SHARED if seats[0].by_row else 1.0
         """Plain rounds of the reserve that a round of this batch counts for."""
         self._budget = min(pace.reserve / self.shares, pace.budget) * costs.plain
@@ -162,19 +154,22 @@ class _Weighed(Plan):
         self._surplus, self._trimmed = 0.0, 0
         """Tokens by which judging the whole draft beats judging the best beginning, and how many
         that leaves out."""
-        self._outlooks = [seat.outlook for seat in seats]
         self._kept: list[list[float]] = [[] for _ in seats]
         """Per seat the chances that its first, first two, … tokens are all kept."""
         self._tokens, self._loss = 0, 0.0
-        """What the round may lose if nothing is kept, in seconds."""
-        self.most_leaves = 0
+        """Drafted so far; and what the round may lose if nothing is kept, in seconds."""
         self.most = [0] * len(seats)
+        begun = [] if costs.retime == "plain" else self._begun(pace.reserve * costs.plain)
+        if any(seats[i].blind for i in begun):
+            self._foresee(begun)
+        else:
+            self.most = [by.high * (i in begun) for i in range(len(seats))]
 
-    def begins(self, seats: Sequence[Seat], reserve: float) -> list[int]:
+    def _begun(self, reserve: float) -> list[int]:
         """The seats that may draft, if the budget pays for a look at a token: as many as the
         reserve, in seconds, pays the drafter's reading of, if their texts are long enough to earn
         it."""
-        costs, out = self._costs, list[int]()
+        costs, seats, out = self._costs, self._seats, list[int]()
         step = 0.0 if self._paid else costs.draft_seconds(1)
         seen = self._trims and not seats[0].blind
         behind = costs.cold * (not self._rides) if seen else self._added(1, len(seats))
@@ -199,7 +194,7 @@ class _Weighed(Plan):
         step = self._costs.draft if tokens >= self._paid else 0.0
         return step + self._added(tokens + 1, rows)
 
-    def best(self, drafts: Sequence[Sequence[float]], step: float) -> tuple[int, float]:
+    def _best(self, drafts: Sequence[Sequence[float]], step: float) -> tuple[int, float]:
         """The length that is worth most net of its time, as far as the budget pays for what it may
         lose, and what it is worth in tokens, of drafts whose first, first two, … tokens are all
         kept with these chances; a token of all takes a `step`."""
@@ -207,10 +202,8 @@ class _Weighed(Plan):
         for n, chances in enumerate(zip(*drafts, strict=True), 1):
             dear, kept = self._price * self._added(n), sum(chances)
             gain = sum(max(c - dear, 0.0) for c in chances) if self._apart else kept - dear
-            worth, loss = (
-                worth + gain - self._price * step,
-                loss + step + self._added(n, len(drafts)),
-            )
+            worth = worth + gain - self._price * step
+            loss = loss + step + self._added(n, len(drafts))
             if (1 - kept / len(drafts)) * loss > self._budget:
                 break
             if worth > best:
@@ -219,22 +212,22 @@ class _Weighed(Plan):
 
     def _expected(self, seat: int, tokens: int) -> list[float]:
         """Chances that so many first tokens of a draft are kept, before it is seen."""
-        first, later = self._outlooks[seat]
+        first, later = self._seats[seat].outlook
         return [first * later**n for n in range(tokens)]
 
-    def foresee(self, begun: Sequence[int], high: int) -> None:
+    def _foresee(self, begun: Sequence[int]) -> None:
         """The lengths of drafts that are not seen until they are judged, as they pay together, or
         a token to learn from."""
-        drafts = [self._expected(i, high) for i in begun]
-        count, _ = self.best(drafts, self._costs.draft)
+        drafts = [self._expected(i, self._by.high) for i in begun]
+        count, _ = self._best(drafts, self._costs.draft)
         dear = [self._price * self._added(n) * self._apart for n in range(1, count + 1)]
         for i, kept in zip(begun, drafts, strict=True):
             self.most[i] = max(sum(map(gt, kept, dear)), 1)
 
     def free(self, seat: int, kept: Sequence[float]) -> int | None:
         """The best beginning, unless the model's is worth more, as far as its outlook says."""
-        count, own = self.best([kept], self._costs.free)
-        _, model = self.best([self._expected(seat, FORESEEN)], self._costs.draft)
+        count, own = self._best([kept], self._costs.free)
+        _, model = self._best([self._expected(seat, FORESEEN)], self._costs.draft)
         return None if model > own else count
 
     def go(self, chances: Sequence[Chance | None]) -> list[bool]:
@@ -243,7 +236,7 @@ class _Weighed(Plan):
         self._tokens += 1
         dear = self._price * self._added(self._tokens)
         following = self._price * self._added(self._tokens + 1) if self._apart else 0.0
-        out, going, worth, kept = [False] * len(chances), dict[int, Chance](), 0.0, 0.0
+        going, worth, kept = dict[int, Chance](), 0.0, 0.0
         for seat, chance in enumerate(chances):
             if chance is None:
                 continue
@@ -257,18 +250,13 @@ class _Weighed(Plan):
             if gain > following:
                 going[seat] = chance
                 worth, kept = worth + gain, kept + chance.kept
-        if not going:
-            return out
         step = self._step(self._tokens, len(going))
-        loss = self._loss + step
-        if (1 - kept / len(going)) * loss > self._budget:
-            return out
-        worth -= self._price * step
-        if worth > 0 or self._ahead(worth, going.values()):
+        loss, worth = self._loss + step, worth - self._price * step
+        if not going or (1 - kept / len(going)) * loss > self._budget:
+            return [False] * len(chances)
+        if more := worth > 0 or self._ahead(worth, going.values()):
             self._loss = loss
-            for seat in going:
-                out[seat] = True
-        return out
+        return [more and seat in going for seat in range(len(chances))]
 
     def _ahead(self, worth: float, going: Collection[Chance]) -> bool:
         """Whether the next token, `worth` too little alone, pays for a level of the pass with some
@@ -291,8 +279,7 @@ class _Weighed(Plan):
         widest, total, out = max(*drafted, self._paid), 0.0, []
         for tokens, chances in zip(drafted, self._kept, strict=True):
             hits = [SECOND * (a - b) for a, b in pairwise([1.0, *chances[:tokens]])]
-            order = sorted(range(len(hits)), key=hits.__getitem__, reverse=True)
-            order = order[: self.most_leaves]
+            order = sorted(range(len(hits)), key=hits.__getitem__, reverse=True)[: self._by.leaves]
             worth = [0.0]
             for width, place in enumerate(order, tokens + 1):
                 dear = self._added(width) if self._apart or width > widest else 0.0

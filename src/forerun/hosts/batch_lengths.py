@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from functools import partial
 from math import ceil, log2
 from typing import Any
 
@@ -17,24 +16,22 @@ from forerun.controllers.base import LengthPolicy
 from forerun.controllers.fixed import FixedLength
 from forerun.costs import Costs
 from forerun.engine.lengths import Lengths
+from forerun.engine.meter import SAMPLES, STALE
 from forerun.errors import SettingError
 from forerun.governors.base import Outcome, Seat
+from forerun.runtime.timing import low
 from forerun.types import RoundOutcome, Stop, Token
 
 logger = logging.getLogger("vllm.forerun")  # below vLLM's, so that its handlers show it
 
-SAMPLES, LOW = 12, 0.25
-"""Newest steps of a kind that count, and their quantile that is taken for the truth."""
-STALE, SOON = 64, 8
-"""Steps of a shape after which one without drafts is timed anew, and for the first time, if one of
-another shape was; else it is after one."""
-PRIOR = np.array([0.75, 0.05])
+SOON = 8
+"""Steps of a shape after which one without drafts is timed for the first time, if one of another
+shape was (else it is after one); after `STALE` it is timed anew."""
+PRIOR, NOTHING = np.array([0.75, 0.05]), 1e-6
 """Shares of a plain step that drafting a token, and judging one a row, are taken to add, as if each
-was timed once: dear, so that the first draft is a token."""
+was timed once: dear, so that the first draft is a token. And the least that they add."""
 HELD_UP = 4.0
 """Tokens' time that a step is booked for at most beyond its costs, divided among its rows."""
-NOTHING = 1e-6
-"""The least that they add."""
 PLAINLY = "fixed(0)"
 """What a request is under whose policy failed."""
 PLAIN, PARTS = (0, 0), 4
@@ -70,7 +67,7 @@ class StepCosts:
         wanted, timed, plain, added = _shape(rows, context), self._timed(), 1.0, PRIOR
         if timed:
             near = min(timed, key=lambda s: abs(log2(s[0] / wanted[0])) + abs(s[1] - wanted[1]))
-            plain, added = _fitted(timed[near])
+            plain, added = _fitted(self._shapes[near])
         draft, judging = (plain * np.maximum(added, NOTHING)).tolist()
         soon = STALE if wanted in timed else SOON if timed else 0
         retime = "plain" if self._since_plain[wanted] > soon else ""
@@ -81,8 +78,8 @@ class StepCosts:
         """Whether a plain step of such a batch was timed."""
         return _shape(rows, context) in self._timed()
 
-    def _timed(self) -> dict[Shape, Kinds]:
-        return {s: kinds for s, kinds in self._shapes.items() if len(kinds.get(PLAIN, ())) > 1}
+    def _timed(self) -> list[Shape]:
+        return [shape for shape, kinds in self._shapes.items() if len(kinds.get(PLAIN, ())) > 1]
 
 
 def _shape(rows: int, context: float) -> Shape:
@@ -92,11 +89,10 @@ def _shape(rows: int, context: float) -> Shape:
 def _fitted(kinds: Kinds) -> tuple[float, NDArray[Any]]:
     """Seconds of a plain step, and the shares of it that a drafted token adds and one judged in
     every row: by least squares over the kinds of steps, begun from `PRIOR`."""
-    counts = {kind: len(samples) - 1 for kind, samples in kinds.items() if len(samples) > 1}
-    low = {kind: sorted(kinds[kind])[int(LOW * n)] for kind, n in counts.items()}
-    tokens, plain = np.array([*low]) / (1, PARTS), low[PLAIN]
-    missed = np.array([*low.values()]) / plain - 1 - tokens @ PRIOR
-    weighed = tokens.T * [*counts.values()]
+    seconds = {kind: low(samples) for kind, samples in kinds.items() if len(samples) > 1}
+    tokens, plain = np.array([*seconds]) / (1, PARTS), seconds[PLAIN]
+    missed = np.array([*seconds.values()]) / plain - 1 - tokens @ PRIOR
+    weighed = tokens.T * [len(kinds[kind]) - 1 for kind in seconds]
     return plain, PRIOR + np.linalg.solve(weighed @ tokens + np.eye(2), weighed @ missed)
 
 
@@ -119,7 +115,7 @@ def judged_round(drafted: int, accepted: int, asked: int) -> RoundOutcome:
     """A request's draft as controllers see it. One shorter than asked for ended from outside."""
     kept = [1.0] * accepted + [0.0] * (drafted - accepted)
     stop = Stop.LIMIT if drafted >= asked else Stop.EXHAUSTED
-    return RoundOutcome(drafted, accepted, kept, stop)
+    return RoundOutcome(drafted, accepted, kept, stop, [Token()] * drafted)
 
 
 class BatchLengths:
@@ -154,11 +150,10 @@ class BatchLengths:
     def limits(self, left: Mapping[str, int], context: float) -> dict[str, int]:
         """Most tokens that requests shall draft in the step that begins, of those that may: by how
         many they have `left` to write. Their texts have `context` tokens in the mean."""
-        seat = partial(Seat, trims=False, by_row=True)
-        able = [seat(left=left[r]) if r in left else None for r in self.names]
-        costs = self.costs.costs(max(len(left), 1), context)
-        limits = dict(zip(self.names, self._lengths.limits(costs, able), strict=True))
-        for request, error in ((list(limits)[i], e) for i, e in self._lengths.failed.items()):
+        able = [Seat(False, left=left[r], by_row=True) if r in left else None for r in self.names]
+        costs, requests = self.costs.costs(max(len(left), 1), context), [*self.names]
+        limits = dict(zip(requests, self._lengths.limits(costs, able), strict=True))
+        for request, error in ((requests[i], e) for i, e in self._lengths.failed.items()):
             if (spec := self.names[request]) != PLAINLY:
                 self.names[request] = PLAINLY
                 logger.warning("request %s decodes plainly: %s failed: %r", request, spec, error)
@@ -184,5 +179,4 @@ class BatchLengths:
         seen = {i: one for i, one in enumerate(rounds) if one is not None}
         committed = {i: one.accepted + 1 for i, one in seen.items()}
         counts = {i: one.drafted for i, one in seen.items()}
-        shown = [[Token()] * counts.get(i, 0) for i in range(len(rounds))]
-        self._lengths.observe(costs, rounds, shown, Outcome(committed, counts, drafts, took))
+        self._lengths.observe(costs, rounds, Outcome(committed, counts, drafts, took))

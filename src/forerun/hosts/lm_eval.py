@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from forerun.engine.results import Round, Stats
+from forerun.engine.results import Completion, Stats
 from forerun.errors import ForerunWarning, SettingError, optional
 from forerun.hosts.speculative import Speculative, attach
 from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE, Model, load
@@ -62,38 +62,34 @@ def evaluate(
     Warns:
         ForerunWarning: a lossy rule, and tasks that score given texts, which no rule judges.
     """
-    harness = optional("lm_eval", "lm-eval")
-    manager = optional("lm_eval.tasks", "lm-eval").TaskManager(include_path=include_path)
-    if unknown := [name for name in tasks if not manager.match_tasks([name])]:
+    harness, kind, manager = (
+        optional(f"lm_eval{part}", "lm-eval") for part in ("", ".models.huggingface", ".tasks")
+    )
+    known = manager.TaskManager(include_path=include_path)
+    if unknown := [name for name in tasks if not known.match_tasks([name])]:
         raise SettingError(f"lm-eval has no task {', '.join(unknown)}; see `lm-eval ls tasks`")
-    lossless, seconds, texts, rounds = RULES.make(model.rule).lossless, 0.0, 0, list[Round]()
-
-    kind = optional("lm_eval.models.huggingface", "lm-eval").HFLM
-    made, speculative = _attached(model, kind)
-    generate = made._model_generate
+    made, speculative = _attached(model, kind.HFLM)
+    generate, seconds, texts = made._model_generate, list[float](), list[Completion]()
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal seconds, texts
         began = time.perf_counter()
         out = generate(*args, **kwargs)
-        seconds, texts = seconds + time.perf_counter() - began, texts + len(speculative.last)
-        rounds.extend(r for completion in speculative.last for r in completion.rounds)
+        seconds.append(time.perf_counter() - began)
+        texts.extend(speculative.last)
         return out
 
     made._model_generate = timed
     results: dict[str, Any] = harness.simple_evaluate(
-        model=made, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False
+        model=made, tasks=list(tasks), task_manager=known, limit=limit, log_samples=False
     )
+    lossless = RULES.make(model.rule).lossless
     scored = [n for n, c in results["configs"].items() if c["output_type"] != "generate_until"]
     if scored and not lossless:
-        warnings.warn(
-            f"{', '.join(scored)}: the target alone scores given texts, so these results say "
-            f"nothing of {model.rule}",
-            ForerunWarning,
-            stacklevel=2,
-        )
-    stats = Stats.of(rounds, 0, 0.0, 0.0, seconds)
-    results["forerun"] = asdict(model) | {"lossless": lossless, "texts": texts}
+        about = f"so these results say nothing of {model.rule}"
+        why = f"{', '.join(scored)}: the target alone scores given texts, {about}"
+        warnings.warn(why, ForerunWarning, stacklevel=2)
+    stats = Stats.of([r for text in texts for r in text.rounds], 0, 0.0, 0.0, sum(seconds))
+    results["forerun"] = asdict(model) | {"lossless": lossless, "texts": len(texts)}
     results["forerun"] |= {name: getattr(stats, name) for name in REPORTED}
     return results
 

@@ -57,11 +57,11 @@ class PreparedCall:
         names = "logits_processor", "stopping_criteria", "generation_config"
         self.processors, self.criteria, self.config = map(given.pop, names)
         self.streamer = given.pop("streamer", None)
-        name = "attention_mask" if source is None else "decoder_attention_mask"
-        self.kept = _kept(ids, given.get(name))
+        coder = "" if source is None else "decoder_"
+        self.kept = _kept(ids, given.get(f"{coder}attention_mask"))
         """Per row `(n,)` bool, which of its ids are none of padding."""
-        caches = (given[k] for k in CACHE_ARGUMENTS if given.get(k) is not None)
-        self.cache: Any = next(caches, None)
+        caches = [given[k] for k in CACHE_ARGUMENTS if given.get(k) is not None]
+        self.cache: Any = caches[0] if caches else None
         """It was given, or made by `generate`."""
         self.pad = int(getattr(self.config, "_pad_token_tensor", None) or 0)
         """What rows that have ended are filled up with."""
@@ -69,19 +69,15 @@ class PreparedCall:
         self._check()
 
     def _check(self) -> None:
-        config, why = self.config, ""
-        mode = str(config.get_generation_mode().value)
+        config, mode = self.config, str(self.config.get_generation_mode().value)
         shown = [n for n in ("output_attentions", "output_hidden_states") if getattr(config, n)]
+        odd = sorted(n for n in set(self.given) - READ if self.given[n] is not None)
         if mode not in ("greedy_search", "sample"):
-            why = f"generation mode {mode!r}"
-        elif shown and config.return_dict_in_generate:
-            why = " and ".join(shown)
-        elif odd := sorted(n for n in set(self.given) - READ if self.given[n] is not None):
-            why = f"{', '.join(odd)} as input"
-        elif self.source is not None and self.source.is_floating_point():
-            why = "a source that is no text"
-        if why:
-            raise _refusal(why)
+            raise _refusal(f"generation mode {mode!r}")
+        if shown and config.return_dict_in_generate:
+            raise _refusal(" and ".join(shown))
+        if odd or (self.source is not None and self.source.is_floating_point()):
+            raise _refusal(f"{', '.join(odd) or 'what is no text'} as input")
 
     def _requests(
         self, copies: bool, controller: Controller, rule: AcceptanceRule
@@ -122,20 +118,19 @@ class PreparedCall:
         """Completions by row. A streamer gets the tokens of all rows place by place."""
         requests = [*self._requests(runner.target.executor.copies, controller, rule)]
         tokens: list[list[int]] = [[] for _ in requests]
-        done, shown = dict[int, Completion](), 0
+        done, shown, streamer = dict[int, Completion](), 0, self.streamer
         for event in runner.run(requests, max(LEAST_ROWS, len(requests))):
             if event.completion is not None:
                 done[event.request] = event.completion
-            if self.streamer is None:
-                continue
-            tokens[event.request] += [piece.token for piece in event.pieces]
-            going = [len(text) for row, text in enumerate(tokens) if row not in done]
-            ready = min(going, default=max(map(len, tokens)))
-            for place in islice(zip_longest(*tokens, fillvalue=self.pad), shown, ready):
-                self.streamer.put(torch.tensor(place))
-            shown = ready
-        if self.streamer is not None:
-            self.streamer.end()
+            if streamer is not None:
+                tokens[event.request] += [piece.token for piece in event.pieces]
+                going = [len(text) for row, text in enumerate(tokens) if row not in done]
+                ready = min(going, default=max(map(len, tokens)))
+                for place in islice(zip_longest(*tokens, fillvalue=self.pad), shown, ready):
+                    streamer.put(torch.tensor(place))
+                shown = ready
+        if streamer is not None:
+            streamer.end()
         return [done[row] for row in range(len(requests))]
 
     def returned(self, done: list[Completion]) -> Any:

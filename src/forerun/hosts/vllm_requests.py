@@ -30,8 +30,8 @@ def unsupported() -> str | None:
     """Why this vLLM is left as it is; None if it was tested."""
     from vllm.version import __version__ as version
 
-    good = version.startswith(f"{TESTED}.")
-    return None if good else f"vLLM {version} was not tested, only {TESTED}"
+    tested = version.startswith(f"{TESTED}.")
+    return None if tested else f"vLLM {version} was not tested, only {TESTED}"
 
 
 def differs(method: Callable[..., Any], ours: Callable[..., Any]) -> str | None:
@@ -101,24 +101,20 @@ class Proposer:
     def propose(
         self, sampled_token_ids: Sequence[Sequence[int]], counts: Any, token_ids: Any, **more: Any
     ) -> list[list[int]]:
-        """Drafts by row; none for rows that read a prompt, or have no room.
+        """Drafts by row, none for rows that got no token from this step or have no room;
+        `token_ids` are `(rows, longest)` texts with `(rows,)` `counts` of tokens."""
+        return [
+            self._draft(row, token_ids[row, : counts[row]].tolist()) if new else []
+            for row, new in enumerate(sampled_token_ids)
+        ]
 
-        Args:
-            sampled_token_ids: what each row has got from this step.
-            counts: `(rows,)`, tokens of each row's text.
-            token_ids: `(rows, longest)`, the texts.
-        """
-        out: list[list[int]] = [[] for _ in sampled_token_ids]
-        for row, new in enumerate(sampled_token_ids):
-            most = min(self._most, self._longest - int(counts[row]) - 1)
-            if not new or most <= 0:
-                continue
-            text = token_ids[row, : counts[row]].tolist()
-            # vLLM does not say when a row is another request's: its text then begins otherwise.
-            before, drafter = self._rows.get(row, ([], None))
-            if drafter is None or text[: len(before)] != before:
-                drafter = self._spec.build(None, None)
-                drafter.join([text], 0)
-            self._rows[row] = text, drafter
-            out[row] = list(drafter.draft(0, text, most)[0])
-        return out
+    def _draft(self, row: int, text: list[int]) -> list[int]:
+        if (most := min(self._most, self._longest - len(text) - 1)) <= 0:
+            return []
+        # vLLM does not say when a row is another request's: its text then begins otherwise.
+        before, drafter = self._rows.get(row, ([], None))
+        if drafter is None or text[: len(before)] != before:
+            drafter = self._spec.build(None, None)
+            drafter.join([text], 0)
+        self._rows[row] = text, drafter
+        return list(drafter.draft(0, text, most)[0])

@@ -21,10 +21,10 @@ ACCEPTED = Counter("forerun_accepted_tokens", "Drafted tokens that were accepted
 
 
 def scheduler_class(config: Any) -> type[Any]:
-    """The class for a configuration of vLLM: ours, or its own with a line that says why."""
-    plain, ours = SyncScheduler, PolicySyncScheduler
-    if config.scheduler_config.async_scheduling:
-        plain, ours = AsyncScheduler, PolicyAsyncScheduler
+    """The class for a configuration: ours, or vLLM's own with a line that says why."""
+    asynchronous = config.scheduler_config.async_scheduling
+    plain = AsyncScheduler if asynchronous else SyncScheduler
+    ours = PolicyAsyncScheduler if asynchronous else PolicySyncScheduler
     hooks = (n for n in vars(PolicyHooks) if hasattr(plain, n) and not n.startswith("__"))
     changed = (why for n in hooks if (why := differs(getattr(plain, n), getattr(ours, n))))
     if reason := unsupported() or next(changed, None) or _unsafe(config):
@@ -34,17 +34,15 @@ def scheduler_class(config: Any) -> type[Any]:
 
 
 def _unsafe(config: Any) -> str | None:
-    """Why lengths must not vary, by the guards that vLLM has for its own variable lengths."""
+    """Why lengths must not vary, as vLLM's own guards have it."""
     if config.speculative_config is None:
         return "no speculative_config is set, so nothing drafts"
     if config.parallel_config.data_parallel_size > 1:
         return "data-parallel ranks would decide differently, and wait for each other for ever"
     graphs = config.compilation_config.cudagraph_mode
     if graphs is not None and graphs.has_full_cudagraphs() and not config.use_v2_model_runner:
-        return (
-            "full CUDA graphs of the first model runner take drafts of one length; set "
-            "cudagraph_mode PIECEWISE, or VLLM_USE_V2_MODEL_RUNNER=1"
-        )
+        way = "set cudagraph_mode PIECEWISE, or VLLM_USE_V2_MODEL_RUNNER=1"
+        return f"full CUDA graphs of the first model runner take drafts of one length; {way}"
     return None
 
 
@@ -59,14 +57,13 @@ def unrecorded(scheduler: Any, config: Any) -> str | None:
 
 def models_of(config: Any) -> dict[str, Any]:
     """Who target and draft are, as a trace has it."""
-    draft, about = config.speculative_config, dict[str, Any](versions={"vllm": version})
-    about |= {"target": {"name": config.model_config.model}, "draft": {"name": draft.model}}
+    draft, drafter = config.speculative_config, None
     if draft.use_ngram():
-        least, most = draft.prompt_lookup_min, draft.prompt_lookup_max
-        about["drafter"] = f"lookup(n={most},least={least})"
+        drafter = f"lookup(n={draft.prompt_lookup_max},least={draft.prompt_lookup_min})"
     elif draft.method == "custom_class":
-        about["drafter"] = setting(config, "draft") or DEFAULT_DRAFT
-    return about
+        drafter = setting(config, "draft") or DEFAULT_DRAFT
+    names = {"target": {"name": config.model_config.model}, "draft": {"name": draft.model}}
+    return names | {"versions": {"vllm": version}} | ({"drafter": drafter} if drafter else {})
 
 
 def _before(hook: Callable[..., None]) -> Callable[..., Any]:
@@ -125,20 +122,18 @@ class PolicyHooks:
 
     @_before
     def _update_after_schedule(self: Any, scheduler_output: Any) -> None:
-        output, reads, tokens = scheduler_output, False, 0
-        counts, judged, left = output.num_scheduled_tokens, dict[str, int](), dict[str, int]()
-        for name, count in counts.items():
-            request = self.requests[name]
+        output, counts = scheduler_output, scheduler_output.num_scheduled_tokens
+        requests = {name: self.requests[name] for name in counts}
+        left = {}
+        for name, request in requests.items():
             params = request.sampling_params
             spec = None if self.recorder else (params.extra_args or {}).get(CONTROLLER)
             self.lengths.join(name, spec, not params.temperature)
-            judged[name] = self._asked.get(name, 0)
-            before = request.num_computed_tokens
-            reads |= before < request.num_prompt_tokens
-            if before + count >= request.num_prompt_tokens:
+            if request.num_computed_tokens + counts[name] >= request.num_prompt_tokens:
                 left[name] = max(request.max_tokens - request.num_output_tokens, 1)
-            tokens += request.num_tokens
-        context = tokens / max(len(counts), 1)
+        reads = any(r.num_computed_tokens < r.num_prompt_tokens for r in requests.values())
+        context = sum(r.num_tokens for r in requests.values()) / max(len(requests), 1)
+        judged = {name: self._asked.get(name, 0) for name in counts}
         output.forerun = judged, context, self._began, reads
         limits = self.lengths.limits(left, context) if left else {}
         # With pipeline parallel stages others are under way: theirs stay.
@@ -152,22 +147,21 @@ class PolicyHooks:
         output, ran, ended = scheduler_output, model_runner_output, self._ended
         self._ended = now = time.perf_counter()
         judged, context, began, reads = output.forerun
-        outcomes = {}
-        for name, asked in judged.items():
-            place = ran.req_id_to_index.get(name) if name in self.requests else None
-            if place is None or not ran.sampled_token_ids or not len(ran.sampled_token_ids[place]):
+        places, sampled, outcomes = ran.req_id_to_index, ran.sampled_token_ids, {}
+        for name in judged.keys() & self.requests.keys() & places.keys():
+            if not (tokens := len(sampled[places[name]]) if sampled else 0):
                 continue
             # vLLM pads a first step, of which nothing was asked.
-            drafted = min(len(output.scheduled_spec_decode_tokens.get(name, ())), asked)
-            accepted = min(len(ran.sampled_token_ids[place]) - 1, drafted)
+            asked, made = judged[name], output.scheduled_spec_decode_tokens.get(name, ())
+            drafted = min(len(made), asked)
+            accepted = min(tokens - 1, drafted)
             outcomes[name] = judged_round(drafted, accepted, asked)
             if drafted:
                 spec = self.lengths.names.get(name, "")
                 DRAFTED.labels(spec).inc(drafted)
                 ACCEPTED.labels(spec).inc(accepted)
-        seconds = None if reads else now - max(began, ended)
-        drafts = output.num_spec_tokens_to_schedule
-        self.lengths.observe(outcomes, context, drafts, seconds)
+        seconds, drafts = now - max(began, ended), output.num_spec_tokens_to_schedule
+        self.lengths.observe(outcomes, context, drafts, None if reads else seconds)
         self.lengths.leave(output.finished_req_ids)
         for name in output.finished_req_ids:
             self._asked.pop(name, None)
