@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from forerun.drafters import DRAFTERS
 from forerun.drafters.folders import contents_of
 from forerun.errors import ModelError
 from forerun.model import drafter_spec
@@ -77,3 +78,18 @@ def test_other_heads_are_refused_by_name(
 def test_a_folder_that_holds_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"neither config\.json nor draft\.json is there"):
         drafter_spec(tmp_path)
+
+
+def test_a_folder_of_a_drafters_name_hides_it_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_draft(Path("medusa"), About("medusa", None), {"x": torch.ones(1)})
+    own = drafter_spec("./medusa")
+    assert (own, drafter_spec(Path("medusa"))) == (
+        contents_of("./medusa").spec,
+        contents_of("medusa").spec,
+    )
+    Path("memory").mkdir()
+    assert drafter_spec("memory") == DRAFTERS.make("memory")
+    assert drafter_spec("memory+./medusa").then == own

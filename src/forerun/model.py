@@ -405,7 +405,8 @@ def drafter_spec(draft: str | Path | DrafterSpec) -> DrafterSpec:
     chain = CHAIN.match(text)
     if chain and chain[1] in DRAFTERS and not _exists(text):
         return Chain(drafter_spec(chain[1] + chain[2]), drafter_spec(chain[3]))
-    if _exists(text):
+    named = isinstance(draft, str) and text in DRAFTERS  # a folder of such a name is ./NAME
+    if _exists(text) and not named:
         from forerun.drafters.folders import contents_of
 
         return contents_of(text).spec

@@ -205,6 +205,7 @@ class Models:
 
     def _load(self, draft: str | None, remember: bool) -> tuple[Model, str]:
         """The model, and the name of who runs ahead of it."""
+        from forerun.drafters import DRAFTERS
         from forerun.drafters.folders import contents_of
         from forerun.drafters.model import ModelDraft
         from forerun.model import default_draft, drafter_spec, load
@@ -219,8 +220,9 @@ class Models:
             dtype=self.dtype,
             trust_remote_code=self.trust_remote_code,
         )
-        if draft is not None and not isinstance(spec, ModelDraft) and Path(draft).exists():
-            remark(f"{draft}: {contents_of(draft).about}")
+        named = draft is not None and draft not in DRAFTERS and Path(draft).exists()
+        if named and not isinstance(spec, ModelDraft):
+            remark(f"{draft}: {contents_of(str(draft)).about}")
         return model, draft or ("shipped" if self.target is None else str(chosen))
 
     def require_draft_model(self, doing: str) -> None:
