@@ -14,10 +14,8 @@ from forerun.types import RoundOutcome
 class AdaEDLState(NamedTuple):
     """State of `AdaEDL`."""
 
-    threshold: float
-    """λ, the threshold in force."""
-    rate: float
-    """AR, the smoothed acceptance rate."""
+    threshold: float  # λ, the threshold in force
+    rate: float  # aR, the smoothed acceptance rate
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,10 @@ DELTA = 0.5  # as the proof of BanditSpec's Theorem 4.3 takes it
 class BanditState(NamedTuple):
     """State of `Bandit`."""
 
-    rounds: int
-    """Rounds so far."""
-    pulls: IntArray
-    """`(arms,)` rounds that taught each arm."""
-    rewards: FloatArray
-    """`(arms,)` sum of their rewards."""
-    most: float
-    """The most that a round could have been worth so far, by which rewards are scaled."""
+    rounds: int  # rounds so far
+    pulls: IntArray  # `(arms,)` rounds that taught each arm
+    rewards: FloatArray  # `(arms,)` sum of their rewards
+    most: float  # the most that a round could have been worth so far, by which rewards are scaled
 
 
 @dataclass(frozen=True)

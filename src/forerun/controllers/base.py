@@ -106,19 +106,15 @@ class LengthPolicy(Controller, ABC):
 class Outlook(NamedTuple):
     """Chances of a round's tokens before any is drafted, in [0, 1]."""
 
-    first: float
-    """That its first token is kept, and"""
-    later: float
-    """that any later one is, given that all before it are."""
+    first: float  # that its first token is kept
+    later: float  # that any later one is, given that all before it are
 
 
 class Chance(NamedTuple):
     """Chances after a drafted token, in [0, 1]."""
 
-    kept: float
-    """That all drafted tokens are kept."""
-    next: float
-    """That the next one is, given that."""
+    kept: float  # that all drafted tokens are kept
+    next: float  # that the next one is, given that
 
 
 class Forecaster(LengthPolicy):
@@ -169,8 +165,7 @@ class Threshold(LengthPolicy):
 
     signal: ClassVar[str]
     """The field of `Token` it goes by."""
-    keep: bool = True
-    """Whether the token at which the draft stopped stays in it."""
+    keep: bool = True  # whether the token at which the draft stopped stays in it
     stops_early: ClassVar[bool] = True
 
     @abstractmethod

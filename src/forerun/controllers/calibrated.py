@@ -22,38 +22,27 @@ from forerun.controllers.elementwise import (
 from forerun.errors import require
 from forerun.types import FloatArray, RoundOutcome, Token
 
-EDGE = sigmoid(6.0)
-"""Probabilities above it, and below one less it, count as it."""
+EDGE = sigmoid(6.0)  # probabilities above it, and below one less it, count as it
 
 
 class CalibratedState(NamedTuple):
     """State of `Goodput`: two estimates of acceptance, and what each has seen (fading)."""
 
-    slope: float
-    """ω."""
-    bias: FloatArray
-    """`(high,)` b by position."""
-    slope_info: float
-    """`Σ w·f²`: how much is known of ω (entries of `XᵀWX`, as the next two)."""
-    cross_info: FloatArray
-    """`(high,)` `Σ w·f` by position."""
-    bias_info: FloatArray
-    """`(high,)` `Σ w` by position."""
-    hits: float
-    """Tokens accepted."""
-    tries: float
-    """Tokens judged."""
-    deepest: int
-    """Most positions of a round that were judged: nothing is known of those beyond."""
+    slope: float  # ω
+    bias: FloatArray  # `(high,)` b by position
+    slope_info: float  # `Σ w·f²`: how much is known of ω (entries of `XᵀWX`, as the next two)
+    cross_info: FloatArray  # `(high,)` `Σ w·f` by position
+    bias_info: FloatArray  # `(high,)` `Σ w` by position
+    hits: float  # tokens accepted
+    tries: float  # tokens judged
+    deepest: int  # most positions of a round that were judged: nothing is known of those beyond
 
 
 class CalibratedDraft(NamedTuple):
     """Of a round so far."""
 
-    tokens: int
-    """n, how many."""
-    survival: float
-    """`a_n`; beyond `high` tokens that of the last of them."""
+    tokens: int  # n, how many
+    survival: float  # `a_n`; beyond `high` tokens that of the last of them
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,8 @@ class CMASDState(NamedTuple):
 class CMASDDraft(NamedTuple):
     """Of a round so far."""
 
-    tokens: int
-    """How many, > 0."""
-    total: float
-    """Sum of their confidences."""
+    tokens: int  # how many, > 0
+    total: float  # sum of their confidences
 
 
 @dataclass(frozen=True)

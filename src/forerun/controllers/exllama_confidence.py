@@ -14,22 +14,17 @@ from forerun.controllers.elementwise import entry, floor, largest, where
 from forerun.errors import require
 from forerun.types import FloatArray, RoundOutcome, Token
 
-BINS = 13
-"""Of log-odds, one unit each, of which those beyond ±6 are the first's and the last's."""
+BINS = 13  # of log-odds, one unit each, of which those beyond ±6 are the first's and the last's
 
-ROUNDING = 1e-9
-"""Of the logarithm, which must not move the odds of its ends into bins beyond."""
+ROUNDING = 1e-9  # of the logarithm, which must not move the odds of its ends into bins beyond
 
 
 class ExLlamaConfidenceState(NamedTuple):
     """State of `ExLlamaConfidence`; arrays are `(BINS,)`."""
 
-    tested: FloatArray
-    """Tokens judged, fading."""
-    accepted: FloatArray
-    """Of these kept."""
-    chances: FloatArray
-    """What they say: chance that a token is kept if all before it are."""
+    tested: FloatArray  # tokens judged, fading
+    accepted: FloatArray  # of these kept
+    chances: FloatArray  # what they say: chance that a token is kept if all before it are
 
 
 @dataclass(frozen=True)

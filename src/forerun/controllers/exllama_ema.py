@@ -15,12 +15,9 @@ from forerun.types import RoundOutcome
 class ExLlamaEMAState(NamedTuple):
     """State of `ExLlamaEMA`."""
 
-    rounds: int
-    """Rounds so far."""
-    ema: float
-    """Moving average of the accepted tokens; γ is its ceiling."""
-    tried: int
-    """The last round, counted from 0, that drafted something and taught something."""
+    rounds: int  # rounds so far
+    ema: float  # moving average of the accepted tokens; γ is its ceiling
+    tried: int  # the last round, counted from 0, that drafted something and taught something
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,8 @@ _LIMIT = int(Stop.LIMIT)  # numpy is slow with enumerations
 class GammaTuneState(NamedTuple):
     """State of `GammaTune` and `GammaTunePlus`."""
 
-    window: float
-    """γ̄, the smoothed window; γ is its ceiling."""
-    reach: float = 0.0
-    """γ of the next round where the last one expanded it alone, else 0."""
+    window: float  # γ̄, the smoothed window; γ is its ceiling
+    reach: float = 0.0  # γ of the next round where the last one expanded it alone, else 0
 
 
 @dataclass(frozen=True)

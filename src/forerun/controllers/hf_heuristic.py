@@ -15,8 +15,7 @@ from forerun.types import RoundOutcome
 class HFHeuristicState(NamedTuple):
     """State of `HFHeuristic`."""
 
-    length: int
-    """γ of the next round."""
+    length: int  # γ of the next round
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,10 @@ MORE_SAMPLES_THAN = 5
 class HFThresholdState(NamedTuple):
     """State of `HFThreshold`; there are no samples when the threshold is static."""
 
-    threshold: float
-    """The threshold in force."""
+    threshold: float  # the threshold in force
     probs: FloatArray
     """`(history,)` probability of each judged draft token, newest first; −1 where there is none."""
-    matched: BoolArray
-    """`(history,)` whether the target agreed."""
+    matched: BoolArray  # `(history,)` whether the target agreed
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,11 @@ from forerun.types import RoundOutcome
 class SGLangEMAState(NamedTuple):
     """State of `SGLangEMA`."""
 
-    rounds: int
-    """Rounds so far."""
-    tier: int
-    """Index into the candidate steps."""
-    ema: float
-    """Moving average of the accepted tokens."""
-    learned: int
-    """Rounds that moved the average."""
-    resting: int
-    """The first round of the newest stretch of plain decoding, counted from 0."""
+    rounds: int  # rounds so far
+    tier: int  # index into the candidate steps
+    ema: float  # moving average of the accepted tokens
+    learned: int  # rounds that moved the average
+    resting: int  # the first round of the newest stretch of plain decoding, counted from 0
 
 
 @dataclass(frozen=True)

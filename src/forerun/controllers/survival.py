@@ -14,17 +14,12 @@ from forerun.types import RoundOutcome, Token
 class LogOdds(NamedTuple):
     """Log-odds of being kept: of a drafted token, and of the next one before it is drafted."""
 
-    constant: float
-    per_margin: float
-    """Per logit of the token's margin, and"""
-    per_chosen: float
-    """per unit of its probability, where coins decide it."""
-    first: float
-    """Of a round's first token."""
-    next_constant: float
-    """Of a later one,"""
-    per_newest: float
-    """and per logit of the newest margin."""
+    constant: float  # of a drafted token
+    per_margin: float  # per logit of its margin
+    per_chosen: float  # per unit of its probability, where coins decide it
+    first: float  # of a round's first token before it is drafted
+    next_constant: float  # of a later one
+    per_newest: float  # per logit of the margin before it
 
     def drafted(self, token: Token) -> float:
         z: float = self.constant + self.per_margin * token.logit_margin
@@ -37,24 +32,19 @@ class LogOdds(NamedTuple):
 
 GREEDY = LogOdds(-0.44, 1.37, 0.0, 1.23, 0.70, 0.35)
 """Where no coins decide; `python -m benchmarks.auto_prior` made both."""
-SAMPLED = LogOdds(0.52, 0.0, 3.34, 0.97, 0.83, 0.29)
-"""Where coins do."""
+SAMPLED = LogOdds(0.52, 0.0, 3.34, 0.97, 0.83, 0.29)  # where coins do
 BLIND = 0.8, 2.0, 3.4, 4.0
-"""First tokens of rounds, and later ones, kept and judged, that a draft without signals starts
+"""First tokens of rounds, kept and judged, and later ones: what a draft without signals starts
 from."""
 
 
 class SurvivalState(NamedTuple):
     """State of `Survival`."""
 
-    certain: bool = True
-    """Whether no coins decide what is kept: which of the priors is the request's."""
-    shift: float = 0.0
-    """The request's own constant, of drafted tokens and of the next one."""
-    weight: float = 0.0
-    """`Σ w` it was learned from."""
+    certain: bool = True  # whether no coins decide what is kept: which prior is the request's
+    shift: float = 0.0  # the request's own constant, of drafted tokens and of the next one
+    weight: float = 0.0  # `Σ w` it was learned from
     counts: tuple[float, ...] = BLIND
-    """Of drafts without signals first tokens kept and judged, and later ones."""
 
 
 @dataclass(frozen=True)

@@ -209,17 +209,13 @@ class RoundContext:
     def settle(
         self, active: list[int], most: Sequence[int], proposal: Proposal, free: bool = False
     ) -> list[int]:
-        going = []
-        asked = self._asks and bool(active)
-        if asked:
-            newest: list[Token | None] = [None] * len(self._rows)
-            for row in active:
-                newest[row] = proposal.shown[row][-1]
+        going, go_on = [], [True] * len(self._rows)
+        if self._asks and active:
+            newest = [shown[-1] if i in active else None for i, shown in enumerate(proposal.shown)]
             go_on = self._lengths.go(newest, free)
         for row in active:
             tokens = proposal.tokens[row]
-            ends = tokens[-1] in self._rows[row].eos
-            why = draft_stop(not asked or go_on[row], 0, ends)
+            why = draft_stop(go_on[row], 0, tokens[-1] in self._rows[row].eos)
             if why is not None:
                 proposal.stopped_by[row] = why
             elif len(tokens) < most[row]:

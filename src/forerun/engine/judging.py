@@ -34,10 +34,8 @@ class RowVerdict:
     """The target's own token after it; None if it has none, or the round ends without."""
     accept_prob: list[float]
     """Per drafted token the probability of keeping it given that all before it were kept."""
-    drift: list[float] | None = None
-    """Per drafted token under a lossy rule; see `Verdict.drift`."""
-    error: Exception | None = None
-    """Why there is no token to follow."""
+    drift: list[float] | None = None  # per drafted token under a lossy rule; see `Verdict.drift`
+    error: Exception | None = None  # why there is no token to follow
     probs: Array | None = None
     """`(V,)` what `following` was drawn from, in a row with leaves; None if it was certain."""
     leaf: int | None = None

@@ -20,14 +20,11 @@ class _Row:
     """What decides for one row."""
 
     controller: Controller
-    policy: Any
-    """A `LengthPolicy`; of a governed row a `Forecaster`."""
+    policy: Any  # a `LengthPolicy`; of a governed row a `Forecaster`
     state: Any
-    signals: frozenset[str]
-    """What its policy is shown."""
+    signals: frozenset[str]  # what its policy is shown
     certain: bool
-    given: Costs | None
-    """Costs to decide by, if it decides for itself."""
+    given: Costs | None  # to decide by, if it decides for itself
     group: _Group | None
     memo: Any = None
 
@@ -38,12 +35,10 @@ class _Group:
 
     governor: Governor
     pace: Any
-    given: Costs | None
-    """Costs to decide by, of a row that decides for itself."""
+    given: Costs | None  # to decide by, of a row that decides for itself
     rows: list[int] = field(default_factory=list)
     plan: Plan | None = None
-    seats: list[int] = field(default_factory=list)
-    """Rows of the plan."""
+    seats: list[int] = field(default_factory=list)  # rows of the plan
 
 
 class Lengths:
@@ -60,8 +55,7 @@ class Lengths:
         self._memory, self._blind = memory, blind
         self._rows: list[_Row] = []
         self._groups: list[_Group] = []
-        self.failed: dict[int, Exception] = {}
-        """By row, since the rows last changed."""
+        self.failed: dict[int, Exception] = {}  # by row, since the rows last changed
         self._changed()
 
     def join(self, controller: Controller, certain: bool, given: Costs | None = None) -> None:

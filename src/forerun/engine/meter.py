@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from math import ceil
 from statistics import median
 from typing import NamedTuple
 
@@ -14,19 +14,14 @@ from forerun.drafters.base import Drafter
 from forerun.runtime.base import Rows
 from forerun.runtime.timing import WIDEST, PassTimer, Times, low
 
-RATIO = 5.0
-"""Cost ratio until a step was timed, unless the models' sizes say less."""
-SLOPE = 0.02
-"""Share of a plain pass that a further token adds, until passes were timed."""
-SAMPLES = 12
-"""Newest samples of a kind that count."""
-LOADED = 3
-"""Samples that the seconds of the load count for; those of another start count for one."""
+RATIO = 5.0  # cost ratio until a step was timed, unless the models' sizes say less
+SLOPE = 0.02  # share of a plain pass that a further token adds, until passes were timed
+SAMPLES = 12  # newest samples of a kind that count
+LOADED = 3  # samples that the seconds of the load count for; those of another start count for one
 EVERY = 8
 """Rounds between two summings of costs, which take 0.2 ms; the first, in which passes warm up, sum
 them each time."""
-STALE = 64
-"""Rounds after which the arm that was not chosen is timed anew."""
+STALE = 64  # rounds after which the arm that was not chosen is timed anew
 HELD_UP = 4.0
 """Times what it usually takes that reading is booked at most: more is the machine's doing."""
 WIDTHS = 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32
@@ -37,32 +32,24 @@ class Lap(NamedTuple):
     """The clock of one round of a batch."""
 
     rows: int
-    width: float
-    """Tokens a row that the target's pass was fed; see `Costs.width`."""
-    steps: int = 0
-    """Steps the drafter took, but for one that read a prompt."""
-    draft_seconds: float = 0.0
-    """Of these steps."""
-    first_step_seconds: float = 0.0
-    """Of the first of them; 0 if that read a prompt."""
-    free_steps: int = 0
-    """Tokens that a chain drafted without a model, and"""
-    free_seconds: float = 0.0
-    """of these."""
-    verify_seconds: float = 0.0
-    """Of the target's pass."""
-    other_seconds: float = 0.0
-    """Of all else."""
-    reading_seconds: float = 0.0
-    """Of reading prompts by the drafter, and"""
-    reading_tokens: int = 0
-    """how many tokens that were."""
-    read_tokens: int = 0
-    """Tokens of prompts that the target's pass read besides."""
-    tree: bool = False
-    """Whether second choices were among its tokens."""
-    compiled: bool = False
-    """Whether a graph was compiled or captured for it."""
+    width: float  # tokens a row that the target's pass was fed; see `Costs.width`
+    steps: int = 0  # that the drafter took, but for one that read a prompt
+    draft_seconds: float = 0.0  # of these steps
+    first_step_seconds: float = 0.0  # of the first of them; 0 if that read a prompt
+    free_steps: int = 0  # tokens that a chain drafted without a model
+    free_seconds: float = 0.0  # of these
+    verify_seconds: float = 0.0  # of the target's pass
+    other_seconds: float = 0.0  # of all else, but for reading
+    reading_seconds: float = 0.0  # in which the drafter read prompts
+    reading_tokens: int = 0  # how many of their tokens
+    read_tokens: int = 0  # tokens of prompts that the target's pass read besides
+    tree: bool = False  # whether second choices were among its tokens
+    compiled: bool = False  # whether a graph was compiled or captured for it
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing was drafted, nor judged."""
+        return not self.steps and self.width == 1
 
     @property
     def seconds(self) -> float:
@@ -87,25 +74,21 @@ class Meter:
     """
 
     def __init__(
-        self,
-        ratio: float = RATIO,
-        times: Times | None = None,
-        levels: tuple[int, ...] = (),
+        self, ratio: float = RATIO, times: Times | None = None, levels: tuple[int, ...] = (),
         packed: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._ratio, self._levels, self._packed = min(ratio, RATIO), levels, packed
         self._widths = sorted({*WIDTHS, *levels, *(n + 1 for n in levels)} - {1})
         self._sizes: dict[int, _Samples] = {}
         self._timer: PassTimer | None = None
-        self._rows = 0
-        """Most rows whose passes were asked to be timed."""
+        self._rows = 0  # most rows whose passes were asked to be timed
         self._load(times or Times())
         self._given: Callable[[int], Costs] | None = None
-        self.clock: Callable[[], float] = time.perf_counter
-        """Seconds; a made-up clock in the lab."""
-        self._reading: deque[float] | None = None
-        self._prefill: deque[float] = deque(maxlen=SAMPLES)
-        self._rounds, self._off = 0, (deque[float](maxlen=SAMPLES), deque[float](maxlen=SAMPLES))
+        self.clock: Callable[[], float] = time.perf_counter  # seconds; a made-up clock in the lab
+        self._rounds = 0
+        self._reading: deque[float] | None = None  # seconds in which the drafter reads a token
+        self._prefill = deque[float](maxlen=SAMPLES)  # and that reading one adds to a pass
+        self._plain_off, self._draft_off = (deque[float](maxlen=SAMPLES) for _ in range(2))
         """Seconds of rounds over what costs say, of plain ones and of those with a draft."""
 
     @classmethod
@@ -171,23 +154,27 @@ class Meter:
         batch, whose rounds are few and long, they are what costs say times how far off rounds with
         a draft are in the middle. Not at first, where passes get faster.
         """
-        if not lap.steps and lap.width == 1 and not lap.reading_tokens:
+        if lap.plain and not lap.reading_tokens:
             return None, 0.0
-        settled = self._rounds > STALE and lap.rows == 1
-        noise = median(self._off[0]) if settled and self._off[0] else 1.0
-        timed = self._reading is not None and not lap.compiled
-        reading = lap.reading_seconds / noise if timed else 0.0
-        if self._reading:
-            most = HELD_UP * (_low(self._reading) or 0.0) * lap.reading_tokens
-            reading = min(reading, most / noise)
+        settled, noise, reading = self._rounds > STALE, 1.0, 0.0
+        if settled and lap.rows == 1 and self._plain_off:
+            noise = median(self._plain_off)
+        if self._reading is not None and not lap.compiled:
+            usual = _low(self._reading)
+            most = math.inf if usual is None else HELD_UP * usual * lap.reading_tokens
+            reading = min(lap.reading_seconds, most) / noise
         prefill = _low(self._prefill) if lap.read_tokens else 0.0
-        if prefill is None or not self.timed(lap.rows) or self._samples(lap.rows).new(lap):
+        if prefill is None or not self._compares(lap):
             return None, reading
         expected, seconds = self._expected(lap), lap.seconds - lap.read_tokens * prefill
-        self._off[1].append(seconds / expected)
-        if self._rounds > STALE and lap.rows > 1:  # alone, slow rounds are few and paid in full
-            seconds = expected * median(self._off[1])
+        self._draft_off.append(seconds / expected)
+        if settled and lap.rows > 1:  # alone, slow rounds are few and paid in full
+            seconds = expected * median(self._draft_off)
         return seconds / noise, reading
+
+    def _compares(self, lap: Lap) -> bool:
+        """Whether seconds of a round compare with the costs; those of a new shape do not."""
+        return self.timed(lap.rows) and not self._samples(lap.rows).new(lap)
 
     def _expected(self, lap: Lap) -> float:
         """Seconds of a round by what costs say, but for reading."""
@@ -203,27 +190,26 @@ class Meter:
                 self._reading = deque(maxlen=SAMPLES)  # the first is no sample, either
             else:
                 self._reading.append(lap.reading_seconds / lap.reading_tokens)
-        plain = not lap.steps and lap.width == 1 and not lap.read_tokens + lap.reading_tokens
-        if plain and self.timed(lap.rows) and not self._samples(lap.rows).new(lap):
-            self._off[0].append(lap.seconds / self._expected(lap))
+        if lap.plain and not lap.read_tokens + lap.reading_tokens and self._compares(lap):
+            self._plain_off.append(lap.seconds / self._expected(lap))
         self._rounds += 1
-        more = lap.verify_seconds - self.costs(lap.rows).verify_seconds(lap.width)
+        samples = self._samples(lap.rows)
+        more = max(lap.verify_seconds - self.costs(lap.rows).verify_seconds(lap.width), 0.0)
         if not lap.read_tokens:
-            self._samples(lap.rows).add(lap, more)
-        elif self.timed(lap.rows) and not lap.compiled:
-            self._prefill.append(max(more, 0.0) / lap.read_tokens)
-            self._samples(lap.rows).costs = None
+            samples.add(lap, more)
+        elif samples.timed and not lap.compiled:
+            self._prefill.append(more / lap.read_tokens)
+            samples.costs = None
 
     def _samples(self, rows: int) -> _Samples:
-        samples = self._sizes.get(rows)
-        if samples is None:
+        if rows not in self._sizes:
             known = self._times if self._loaded else Times()
-            samples = self._sizes[rows] = _Samples(rows, self._level, known)
-        return samples
+            self._sizes[rows] = _Samples(rows, self._level, known)
+        return self._sizes[rows]
 
     def _level(self, rows: int, width: float) -> int:
         """What passes of such a width are timed as."""
-        tokens = ceil(width)
+        tokens = math.ceil(width)
         if rows > 1 and self._packed:
             return tokens
         return next((level for level in self._levels if level >= tokens), tokens)
@@ -266,20 +252,12 @@ class Meter:
         behind = low("behind")
         reading = self._times.draft.get((1, WIDEST), 0.0) / WIDEST
         return Costs(
-            step,
-            passes,
-            low("other") or 0.0,
-            rows,
-            first=max(first - step, 0.0),
-            free=low("free") or 0.0,
-            levels=levels,
+            step, passes, low("other") or 0.0, rows, first=max(first - step, 0.0), levels=levels,
             cold=max(behind - plain, -step) if behind is not None else 0.0,
-            reading=_low(self._reading or ()) or reading,
-            prefill=_low(self._prefill),
-            packed=self._packed,
-            tree=low("tree") or 0.0,
+            free=low("free") or 0.0, reading=_low(self._reading or ()) or reading,
+            prefill=_low(self._prefill), packed=self._packed, tree=low("tree") or 0.0,
             retime=samples.stale,
-        )
+        )  # fmt: skip
 
 
 class _Samples:
@@ -293,8 +271,7 @@ class _Samples:
         self._shapes: set[str | int] = {level(rows, width) for width in taken}
         if anew := max(taken, default=1) > 1:
             self._shapes.add("step")
-        self.timed = (rows, 1) in loaded.target
-        """Whether a plain pass was."""
+        self.timed = (rows, 1) in loaded.target  # whether a plain pass was
         self._weight = LOADED if anew else int(self.timed)
         """Samples that the seconds of the load count for."""
         self.rounds = self._plain_at = 0
@@ -324,33 +301,33 @@ class _Samples:
         return "judged" if self.rounds - self._judged_at > STALE else ""
 
     def add(self, lap: Lap, more: float) -> None:
-        """`more` is what the pass took more than expected."""
+        """`more` is what the pass took more than expected, ≥ 0."""
         before, new = self.stale, self.new(lap)
         self.rounds += 1
         self._shapes |= self._shapes_of(lap)
         if lap.free_steps:
             self._add("free", lap.free_seconds / lap.free_steps)
-        elif not lap.steps and not new:
-            self._add("other", lap.other_seconds)
-            self._plain_at = self.rounds
         if not new:
-            kind: str | int = "behind" if lap.steps else "plain"
-            if lap.width > 1:
-                kind, self._judged_at = self._level(self.rows, lap.width), self.rounds
-            if lap.tree:
-                self._add("tree", max(more, 0.0))
-            else:
-                self._add(kind, lap.verify_seconds)
-            self.timed |= kind == "plain"
-        if lap.steps and not new:
-            first = lap.first_step_seconds
-            later, seconds = lap.steps - (first > 0), lap.draft_seconds - first
-            if later > 0 and seconds > 0:
-                self._add("step", seconds / later)
-            if first > 0:
-                self._add("first", first if later else lap.draft_seconds)
+            self._add_known(lap, more)
         if before != self.stale or self.rounds < STALE or not self.rounds % EVERY:
             self.costs = None
+
+    def _add_known(self, lap: Lap, more: float) -> None:
+        """Those of a round whose shape is not new."""
+        if not lap.steps and not lap.free_steps:
+            self._add("other", lap.other_seconds)
+            self._plain_at = self.rounds
+        kind: str | int = "behind" if lap.steps else "plain"
+        if lap.width > 1:
+            kind, self._judged_at = self._level(self.rows, lap.width), self.rounds
+        self._add(*(("tree", more) if lap.tree else (kind, lap.verify_seconds)))
+        self.timed |= kind == "plain"
+        first = lap.first_step_seconds
+        later, seconds = lap.steps - (first > 0), lap.draft_seconds - first
+        if later > 0 and seconds > 0:
+            self._add("step", seconds / later)
+        if first > 0:
+            self._add("first", first if later else lap.draft_seconds)
 
     def new(self, lap: Lap) -> bool:
         """Whether a pass or a step of a round was the first of its shape, or needed a graph."""

@@ -207,8 +207,7 @@ class Completion:
     one that does not may be drafted by the clock, which takes other random numbers."""
     logprobs: list[Logprob] | None = None  # per token, if the request asked for them
     scores: list[Logprob] | None = None  # of the prompt but its first token, if they were asked for
-    error: str | None = None
-    """What ended the request, in one line, with the finish reason "error"."""
+    error: str | None = None  # what ended the request, in one line, with the finish reason "error"
     error_type: type[Exception] | None = None  # its class: no `ForerunError` if something is broken
     ended_by: str | int | None = None  # the stop string or token that did, if one did
     logits: list[torch.Tensor] | None = None  # `(V,)` per token before the sampling transform, and

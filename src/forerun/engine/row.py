@@ -21,8 +21,7 @@ from forerun.engine.text import HELD, Detokenizer, StopStrings
 from forerun.errors import ForerunError
 from forerun.requests import Request, Sampling
 
-COINS = 64
-"""Random numbers that are made at a time: one alone takes as long."""
+COINS = 64  # random numbers that are made at a time: one alone takes as long
 
 
 @dataclass(eq=False)

@@ -14,45 +14,33 @@ from forerun.controllers.base import Chance, Controller, Forecaster, Outlook
 from forerun.costs import Costs
 from forerun.errors import require
 
-SLOPE = 0.02
-"""What a further token adds to a target pass, if `cost` is given and `slope` is not."""
+SLOPE = 0.02  # what a further token adds to a target pass, if `cost` is given and `slope` is not
 
 
 class Seat(NamedTuple):
     """A row of the pass that may draft."""
 
-    trims: bool = True
-    """Whether drafted tokens may be left out of the target's pass: no coins decide them."""
-    blind: bool = False
-    """Whether its drafter says nothing of its tokens, and proposes them at once."""
-    rides: bool = False
-    """Whether the pass reads its prompt, so that tokens to judge add next to nothing."""
-    unread: int = 0
-    """Tokens of its prompt that the drafter must read first."""
-    left: int = 1 << 30
-    """Most tokens that it may write yet."""
+    trims: bool = True  # whether drafted tokens may be left out: no coins decide them
+    blind: bool = False  # whether its drafter says nothing of its tokens, and proposes them at once
+    rides: bool = False  # whether the pass reads its prompt: tokens to judge add next to nothing
+    unread: int = 0  # tokens of its prompt that the drafter must read first
+    left: int = 1 << 30  # most tokens that it may write yet
     by_row: bool = False
     """Whether what a batch loses counts by its rows: where no prompt is read for a draft, 16 rows
     need no more rounds than one to see what drafts are worth."""
-    outlook: Outlook = Outlook(0.0, 0.0)
-    """What its policy expects."""
+    outlook: Outlook = Outlook(0.0, 0.0)  # what its policy expects
 
 
 class Outcome(NamedTuple):
     """What became of a pass; by row that decoded."""
 
-    committed: Mapping[int, int]
-    """Tokens that it got."""
-    judged: Mapping[int, int]
-    """Drafted tokens that the target judged."""
-    steps: int
-    """Draft steps of the pass."""
+    committed: Mapping[int, int]  # tokens that it got
+    judged: Mapping[int, int]  # drafted tokens that the target judged
+    steps: int  # of the drafter in the pass
     seconds: float | None = None
     """By the clock, but for reading; None where prompts were read, or there is no clock."""
-    reading: float = 0.0
-    """Seconds in which the drafter read prompts."""
-    leaves: Mapping[int, int] = MappingProxyType({})
-    """Second choices that it judged, too."""
+    reading: float = 0.0  # seconds in which the drafter read prompts
+    leaves: Mapping[int, int] = MappingProxyType({})  # second choices that it judged, too
 
 
 class Plan(ABC):

@@ -17,8 +17,7 @@ from forerun.governors.base import Governor, Outcome, Plan, Seat
 SECOND = 0.4
 """Chance that, where a drafted token is rejected, the draft's second choice is the target's: 0.46
 in the shipped pair. Between 0.3 and 0.5 it moves the time by less than 0.2 %."""
-FORESEEN = 8
-"""Tokens of a model's draft that are weighed against a free one."""
+FORESEEN = 8  # tokens of a model's draft that are weighed against a free one
 SHARED = 0.8
 """Power of the rows for which a batch's rounds count if the reserve is `Seat.by_row`: by 1 good
 streams of 16 rows lose 2 % to it, by 0 poor ones do."""
@@ -32,12 +31,9 @@ class Pace(NamedTuple):
 
     reserve: float
     """What may be lost yet over all requests; the draft's reading of prompts is taken from it."""
-    budget: float
-    """What may be lost yet in the requests that run."""
-    tokens: float = 0.0
-    """Tokens committed in the requests that run, less what came before, and"""
-    time: float = 0.0
-    """the time that takes by the costs."""
+    budget: float  # what may be lost yet in the requests that run
+    tokens: float = 0.0  # committed in the requests that run, less what came before
+    time: float = 0.0  # that this takes by the costs
 
 
 @dataclass(frozen=True)

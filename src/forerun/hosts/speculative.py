@@ -40,8 +40,7 @@ REFUSED = "assistant_model", "negative_prompt_ids", "inputs_embeds", "encoder_ou
 """Arguments of `generate` that ask for what is not served."""
 CACHING = "generation_config", "use_cache", *CACHE_ARGUMENTS
 """Those that may say something of a cache."""
-LEAST_ROWS = 16
-"""Texts that are decoded together, if a call has no more."""
+LEAST_ROWS = 16  # texts that are decoded together, if a call has no more
 
 
 class PreparedCall:
@@ -61,8 +60,7 @@ class PreparedCall:
         self.kept = _kept(ids, given.get(f"{coder}attention_mask"))
         """Per row `(n,)` bool, which of its ids are none of padding."""
         caches = [given[k] for k in CACHE_ARGUMENTS if given.get(k) is not None]
-        self.cache: Any = caches[0] if caches else None
-        """It was given, or made by `generate`."""
+        self.cache: Any = caches[0] if caches else None  # it was given, or made by `generate`
         self.pad = int(getattr(self.config, "_pad_token_tensor", None) or 0)
         """What rows that have ended are filled up with."""
         self.asked: list[RowCallbacks] = []

@@ -97,8 +97,7 @@ class PolicyHooks:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.broken = False
-        self._asked: dict[str, int] = {}
-        """Tokens that each request is to draft in its newest step."""
+        self._asked: dict[str, int] = {}  # tokens that each request is to draft in its newest step
         self._began = self._ended = time.perf_counter()
 
     @cached_property
