@@ -29,14 +29,18 @@ Whole = Annotated[int, Within(0)]
 Count = Annotated[int, Within(1)]
 
 
-def check(part: Any) -> None:
+def check(part: Any, whose: str = "") -> None:
     """Raise `SettingError` unless the settings of a dataclass are what their annotations say: one
-    of the words of a `Literal`, true or false, a number `Within` bounds; or None where it may be.
+    of the words of a `Literal`, true or false, a number `Within` bounds; or None, or text, where it
+    may be. `whose` begins their names in the message.
     """
     for name, hint in _hints(part.__class__).items():
-        value = getattr(part, name)
-        if type(None) in get_args(hint):
-            hint = get_args(hint)[0] if value is not None else None
+        value, kinds = getattr(part, name), get_args(hint)
+        if type(None) in kinds:
+            hint = kinds[0]
+            if value is None or (str in kinds and isinstance(value, str)):
+                continue
+        name = f"{whose} {name}".strip()
         kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if get_origin(kind) is Literal:
             choice(name, value, get_args(kind))
@@ -76,10 +80,10 @@ def flag(name: str, value: object) -> None:
     require(isinstance(value, bool), name, value, "true or false")
 
 
-def draft_path(drafter: str, path: object) -> None:
-    """Raise `SettingError` unless `path` may name a trained draft, or is None."""
-    good = path is None or (isinstance(path, str) and bool(path))
-    require(good, f"{drafter} path", path, "a folder of forerun train-draft, or none")
+def path_or_none(name: str, value: object, wanted: str) -> None:
+    """Raise `SettingError` unless `value` may name what is wanted, or is None."""
+    good = value is None or (isinstance(value, str) and bool(value))
+    require(good, name, value, f"{wanted}, or none")
 
 
 def choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from math import inf
+from typing import Annotated, Any, ClassVar
 
-from forerun.checks import between, whole
+from forerun.checks import Count, Within, path_or_none
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.specbound import SpecBoundDrafter, check_heads, exits_of, listed
-from forerun.errors import require
 from forerun.runtime.base import Rows
 from forerun.runtime.exits import layers_of
-
-NAME = "adadecode"
 
 
 @dataclass(frozen=True)
@@ -35,24 +33,22 @@ class AdaDecode(DrafterSpec):
     give the rule, γ, the cap, the layers and the training.
     """
 
+    kind: ClassVar[str] = "adadecode"
     summary: ClassVar[str] = "the target's middle layers say sure tokens; their rest is run later"
     paper: ClassVar[str] = "Wei et al. 2025 (AdaDecode)"
     bibtex: ClassVar[str] = "adadecode2025"
     on_torch: ClassVar[bool] = True
-    threshold: float = 0.75
-    most: int = 5
+    threshold: Annotated[float, Within(0, inf)] = 0.75
+    most: Count = 5
     layers: int | str | None = None
     exits: str | None = None
 
     def __post_init__(self) -> None:
-        between("adadecode threshold", self.threshold, 0.0, float("inf"))
-        whole("adadecode most", self.most, 1)
+        super().__post_init__()
         if self.layers is not None:
-            listed(str(self.layers), NAME)
-        require(
-            self.exits is None or isinstance(self.exits, str),
-            "adadecode exits", self.exits, "a folder of exit heads, or none",
-        )  # fmt: skip
+            listed(str(self.layers), self.kind)
+        if self.exits != "":
+            path_or_none("adadecode exits", self.exits, "a folder of exit heads")
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
@@ -61,7 +57,7 @@ class AdaDecode(DrafterSpec):
             UnsupportedModelError: the target's family has no layer-by-layer access.
             SettingError: layers that have no head.
         """
-        rows, heads, _ = exits_of(target, self.exits, NAME)
+        rows, heads, _ = exits_of(target, self.exits, self.kind)
         layers = self._asked(layers_of(rows).access.layers, tuple(heads.layers))
         return SpecBoundDrafter(rows, heads, layers, self.threshold, 0.0, self.most)
 
@@ -70,6 +66,6 @@ class AdaDecode(DrafterSpec):
         if self.layers is None and heads:
             quarters = [quarter * layers / 4 for quarter in (1, 2, 3)]
             return tuple(sorted({min(heads, key=lambda n: abs(n - at)) for at in quarters}))
-        chosen = listed(str(self.layers or 1), NAME)
+        chosen = listed(str(self.layers or 1), self.kind)
         check_heads(chosen, heads)
         return tuple(sorted(set(chosen)))

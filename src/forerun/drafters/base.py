@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from forerun.checks import draft_path
+from forerun.checks import check, path_or_none
 from forerun.types import Array, Stop, Token
 
 if TYPE_CHECKING:
@@ -274,14 +274,20 @@ class RowsDrafter(Drafter):
 
 
 class DrafterSpec(ABC):
-    """The settings of a drafter: a frozen dataclass, built before any model is loaded."""
+    """The settings of a drafter: a frozen dataclass, built before any model is loaded; its
+    annotations say what they may be (`checks.check`)."""
 
+    kind: ClassVar[str] = "drafter"
+    """Its name, in messages."""
     summary: ClassVar[str]
     paper: ClassVar[str] = ""
     bibtex: ClassVar[str] = ""
     """BibTeX entries, or their keys in `citations.bib`."""
     on_torch: ClassVar[bool] = False
     """Whether it reads the target from within, and so runs on torch unless told otherwise."""
+
+    def __post_init__(self) -> None:
+        check(self, self.kind)
 
     def remembering(self) -> DrafterSpec:
         """The same, but learning from what the target writes, if it can."""
@@ -302,12 +308,11 @@ class TrainedDraft(DrafterSpec):
     """The settings of a drafter that was trained for its target: a folder of `forerun train-draft`,
     or None for the one of its kind in the target's own."""
 
-    kind: ClassVar[str]
-
     path: str | None = None
 
     def __post_init__(self) -> None:
-        draft_path(self.kind, self.path)
+        super().__post_init__()
+        path_or_none(f"{self.kind} path", self.path, "a folder of forerun train-draft")
 
     def folder(self, target: Rows) -> str:
         """Where it is; `SettingError` if there is none."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.checks import whole
+from forerun.checks import Count
 from forerun.drafters.base import (
     Drafter,
     Prompts,
@@ -92,12 +92,7 @@ class BlockDraft(TrainedDraft):
     bibtex: ClassVar[str] = "specdec2023 cmasd2025"
     kind: ClassVar[str] = "block"
 
-    width: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.width is not None:
-            whole("block width", self.width, 1)
+    width: Count | None = None
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, beside a target with an encoder."""

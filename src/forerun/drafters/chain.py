@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 from operator import mul
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from forerun.checks import between
+from forerun.checks import Within
 from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, StepContext, Texts
 from forerun.drafters.free import FreeDrafter, wanted
 from forerun.errors import SettingError, require
@@ -100,16 +101,17 @@ class Chain(DrafterSpec):
     Reference: ours.
     """
 
+    kind: ClassVar[str] = "chain"
     summary: ClassVar[str] = "one without a model where it is sure, else another: FIRST+THEN"
 
     first: DrafterSpec
     then: DrafterSpec
-    enough: float = 2.0
+    enough: Annotated[float, Within(0, inf)] = 2.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, part in (("first", self.first), ("then", self.then)):
             require(isinstance(part, DrafterSpec), f"chain {name}", part, "a drafter, like suffix")
-        between("chain enough", self.enough, 0, float("inf"))
 
     @property
     def on_torch(self) -> bool:  # type: ignore[override]

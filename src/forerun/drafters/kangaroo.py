@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.checks import between, flag, whole
+from forerun.checks import Count, Share
 from forerun.drafters.base import Drafter, Proposal, Step, StepContext, Texts, TrainedDraft
 from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.runtime.base import Rows
@@ -86,15 +86,9 @@ class Kangaroo(TrainedDraft):
     on_torch: ClassVar[bool] = True
     kind: ClassVar[str] = KANGAROO
 
-    threshold: float = 0.6
-    most: int = 6
+    threshold: Share = 0.6
+    most: Count = 6
     keep: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("kangaroo threshold", self.threshold, 0.0, 1.0)
-        whole("kangaroo most", self.most, 1)
-        flag("kangaroo keep", self.keep)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, with a runtime of its own around the target's model (`Drafter.target`).

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from forerun.checks import flag, whole
+from forerun.checks import Count, Within
 from forerun.drafters.base import Drafter, DrafterSpec, Prompts
 from forerun.drafters.free import FreeDrafter
 
@@ -109,20 +109,15 @@ class Lookahead(DrafterSpec):
     Decoding; Jacobi decoding: Santilli et al. 2023.
     """
 
+    kind: ClassVar[str] = "lookahead"
     summary: ClassVar[str] = "n-grams of what the target guessed in its own passes; no model"
     paper: ClassVar[str] = "Fu et al. 2024 (Lookahead)"
     bibtex: ClassVar[str] = "lookahead2024"
 
-    width: int = 8
-    n: int = 4
+    width: Count = 8
+    n: Annotated[int, Within(2)] = 4
     text: bool = True
     fill: bool = True
-
-    def __post_init__(self) -> None:
-        whole("lookahead width", self.width, 1)
-        whole("lookahead n", self.n, 2)
-        flag("lookahead text", self.text)
-        flag("lookahead fill", self.fill)
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
         return LookaheadDrafter(self.width, self.n, self.text, self.fill)

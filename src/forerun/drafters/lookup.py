@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from forerun.checks import Count
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.free import FreeDrafter
 from forerun.drafters.suffix import Occurrences
@@ -46,16 +47,17 @@ class Lookup(DrafterSpec):
     Reference: Saxena 2023, Prompt Lookup Decoding.
     """
 
+    kind: ClassVar[str] = "lookup"
     summary: ClassVar[str] = "continue the longest earlier match of the last tokens; no model"
     paper: ClassVar[str] = "Saxena 2023 (prompt lookup decoding)"
     bibtex: ClassVar[str] = "saxena2023"
 
-    n: int = 3
-    least: int = 2
+    n: Count = 3
+    least: Count = 2
 
     def __post_init__(self) -> None:
-        require(isinstance(self.n, int) and self.n >= 1, "lookup n", self.n, "an integer ≥ 1")
-        require(1 <= self.least <= self.n, "lookup least", self.least, f"between 1 and n={self.n}")
+        super().__post_init__()
+        require(self.least <= self.n, "lookup least", self.least, f"at most n={self.n}")
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
         return LookupDrafter(self.n, self.least)

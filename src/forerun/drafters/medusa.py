@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.checks import whole
+from forerun.checks import Count
 from forerun.drafters.base import Drafter, Proposal, StepContext, Texts, TrainedDraft
 from forerun.drafters.stepping import ByPlace, step_by_step
 from forerun.runtime.base import Rows
@@ -82,12 +82,7 @@ class Medusa(TrainedDraft):
     on_torch: ClassVar[bool] = True
     kind: ClassVar[str] = MEDUSA
 
-    heads: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.heads is not None:
-            whole("medusa heads", self.heads, 1)
+    heads: Count | None = None
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, on the target's states.

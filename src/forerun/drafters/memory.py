@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 from filelock import FileLock
 
 from forerun.cache import cache_folder
-from forerun.checks import between, flag, whole
+from forerun.checks import Count, Share, path_or_none
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.ngrams import ORDER, NGrams
 from forerun.drafters.suffix import SuffixDrafter
-from forerun.errors import ModelError, require
+from forerun.errors import ModelError
 from forerun.runtime.base import Rows
 
 TABLES = Path(__file__).parent / "tables"
@@ -107,19 +107,17 @@ class MemoryDraft(DrafterSpec):
     Models.
     """
 
+    kind: ClassVar[str] = "memory"
     summary: ClassVar[str] = "continue as this text or earlier ones most often did; no model"
 
     table: str | None = None
     grow: bool = False
-    n: int = 16
-    least: float = 0.05
+    n: Count = 16
+    least: Share = 0.05
 
     def __post_init__(self) -> None:
-        good = self.table is None or (isinstance(self.table, str) and bool(self.table))
-        require(good, "memory table", self.table, "a file of forerun build-memory")
-        flag("memory grow", self.grow)
-        whole("memory n", self.n, 1)
-        between("memory least", self.least, 0, 1)
+        super().__post_init__()
+        path_or_none("memory table", self.table, "a file of forerun build-memory")
 
     def remembering(self) -> DrafterSpec:
         return replace(self, grow=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from forerun.checks import choice
 from forerun.drafters.base import (
     Drafter,
     DrafterSpec,
@@ -112,18 +111,19 @@ class ModelDraft(DrafterSpec):
     Vocabularies, Algorithms 2 and 4.
     """
 
+    kind: ClassVar[str] = "model"
     summary: ClassVar[str] = "a smaller model drafts"
     paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
     bibtex: ClassVar[str] = "leviathan2023 chen2023"
 
     path: str
     trust_remote_code: bool = False
-    by: str = "text"
+    by: Literal["text", "tokens"] = "text"
     runtime: RuntimeSpec = field(default=TorchRuntime(), repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.path), "model path", self.path, "a folder or a Hugging Face id")
-        choice("model by", self.by, ["text", "tokens"])
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """Load the draft beside the target, on its device and in its dtype."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from forerun.checks import whole
+from forerun.checks import Count
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.datastore import SORTED, Datastore
 from forerun.drafters.free import FreeDrafter
@@ -53,20 +53,20 @@ class REST(DrafterSpec):
     Reference: He et al. 2024, REST: Retrieval-Based Speculative Decoding.
     """
 
+    kind: ClassVar[str] = "rest"
     summary: ClassVar[str] = "continue as a datastore of texts most often does; no model"
     paper: ClassVar[str] = "He et al. 2024 (REST)"
     bibtex: ClassVar[str] = "rest2024"
 
     datastore: str
-    n: int = 16
-    least: int = 2
-    most: int = 2000
+    n: Count = 16
+    least: Count = 2
+    most: Count = 2000
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         good = isinstance(self.datastore, str) and bool(self.datastore)
         require(good, "rest datastore", self.datastore, "the file of a datastore")
-        for name in ("n", "least", "most"):
-            whole(f"rest {name}", getattr(self, name), 1)
         require(self.n <= SORTED, "rest n", self.n, f"at most {SORTED}")
         require(self.least <= self.n, "rest least", self.least, f"at most n={self.n}")
 

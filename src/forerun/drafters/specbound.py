@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from math import inf
+from typing import Annotated, Any, ClassVar
 
 import torch
 
-from forerun.checks import between, flag, whole
+from forerun.checks import Count, Within, path_or_none
 from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ForerunWarning, SettingError, require
@@ -19,8 +20,6 @@ from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.heads import ExitHeads, load_heads
 from forerun.runtime.layers import LogitLens
 from forerun.types import Stop
-
-NAME = "specbound"
 
 
 def temperature(layer: int, layers: int, anneal: float) -> float:
@@ -152,35 +151,25 @@ class SpecBound(DrafterSpec):
     τ, a, D and W are blank in the text we have; eq. 1 is reconstructed from what it says of it.
     """
 
+    kind: ClassVar[str] = "specbound"
     on_torch: ClassVar[bool] = True
     summary: ClassVar[str] = "the target's shallow layers draft: early exits, bounded and cached"
     paper: ClassVar[str] = "Wen and Feng 2026 (SpecBound)"
     bibtex: ClassVar[str] = "specbound2026"
-    threshold: float | None = None
-    anneal: float | None = None
-    depth: int | None = None
-    width: int | None = None
-    layers: int | str | None = None
+    threshold: Annotated[float, Within(0, inf)] | None = None
+    anneal: Annotated[float, Within(0, 1e6)] | None = None
+    depth: Count | None = None
+    width: Count | None = None
+    layers: Count | str | None = None
     exits: str | None = None
     bonus: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, most in (("threshold", float("inf")), ("anneal", 1e6)):
-            if (value := getattr(self, name)) is not None:
-                between(f"specbound {name}", value, 0.0, most)
-        for name in ("width", "depth"):
-            if (value := getattr(self, name)) is not None:
-                whole(f"specbound {name}", value, 1)
+        super().__post_init__()
         if isinstance(self.layers, str):
-            listed(self.layers)
-        elif self.layers is not None:
-            whole("specbound layers", self.layers, 1)
-        require(
-            self.exits is None or isinstance(self.exits, str),
-            "specbound exits", self.exits, "a folder of exit heads, or none",
-        )  # fmt: skip
-        if self.bonus is not None:
-            flag("specbound bonus", self.bonus)
+            listed(self.layers, self.kind)
+        if self.exits != "":
+            path_or_none("specbound exits", self.exits, "a folder of exit heads")
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
@@ -189,7 +178,7 @@ class SpecBound(DrafterSpec):
             UnsupportedModelError: the target's family has no layer-by-layer access.
             SettingError: depth or exit layers that the target or the heads do not have.
         """
-        rows, heads, exits = exits_of(target, self.exits, NAME)
+        rows, heads, exits = exits_of(target, self.exits, self.kind)
         chosen = self
         if exits:
             chosen = replace(self, exits=exits)._tuned(getattr(heads, "tuned", {}))
@@ -220,7 +209,7 @@ class SpecBound(DrafterSpec):
         )  # fmt: skip
         chosen: tuple[int, ...]
         if isinstance(self.layers, str):
-            chosen = listed(self.layers)
+            chosen = listed(self.layers, self.kind)
             check_heads(chosen, heads)
         elif self.layers is None and self.exits:
             chosen = heads
@@ -273,7 +262,7 @@ def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHead
     return rows, load_heads(folder, access), folder
 
 
-def listed(text: str, name: str = NAME) -> tuple[int, ...]:
+def listed(text: str, name: str) -> tuple[int, ...]:
     """Layers from text like "2,4,6"; `name` is the drafter's, for the message."""
     words = [word.strip() for word in text.split(",")]
     good = all(word.isdecimal() and int(word) >= 1 for word in words)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forerun.checks import between, whole
+from forerun.checks import Count, Share
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.free import FreeDrafter
 from forerun.drafters.ngrams import Guess, NGrams, follow
@@ -135,16 +135,13 @@ class Suffix(DrafterSpec):
     Reference: Oliaro et al. 2025, SuffixDecoding.
     """
 
+    kind: ClassVar[str] = "suffix"
     summary: ClassVar[str] = "continue as this text most often did, and say how surely; no model"
     paper: ClassVar[str] = "Oliaro et al. 2025 (SuffixDecoding)"
     bibtex: ClassVar[str] = "suffix2025"
 
-    n: int = 16
-    least: float = 0.05
-
-    def __post_init__(self) -> None:
-        whole("suffix n", self.n, 1)
-        between("suffix least", self.least, 0, 1)
+    n: Count = 16
+    least: Share = 0.05
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
         return SuffixDrafter(self.n, self.least)
