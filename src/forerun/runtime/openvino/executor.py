@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from operator import add
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from forerun.errors import SettingError
-from forerun.runtime.base import LOGITS, Best, Columns, Executor, Facts, Pieces, logits_of
+from forerun.runtime.base import LOGITS, Best, Columns, Executor, Facts, Pieces
 from forerun.runtime.best import read
 from forerun.runtime.openvino.blocks import GROUP
 from forerun.runtime.openvino.core import core
@@ -179,14 +180,21 @@ class OpenVINOExecutor(Executor):
         parents: Parents = (),
     ) -> Best:
         """One packed pass, or several where logits are many; they are read where they are."""
-        wanting = [row for row, count in enumerate(wanted) if count]
-        if len(wanting) > 1 and sum(wanted) > self._most:
-            at = wanting[len(wanting) // 2]
-            return self._in_halves(starts, pieces, wanted, signals, parents, at)
-        seen = self._pass(starts, pieces, wanted, parents)
-        tokens, sound, values = read(seen, signals - {LOGITS})
-        if LOGITS in signals:
-            values[LOGITS] = list(seen)
+        shares = [(pieces, wanted)]
+        if sum(wanted) > self._most:
+            shares = list(self._shares(pieces, wanted))
+        tokens: list[int] = []
+        sound: list[bool] = []
+        values: dict[str, list[Any]] = {name: [] for name in signals}
+        for fed, asked in shares:
+            seen = self._pass(starts, fed, asked, parents)
+            best, finite, said = read(seen, signals - {LOGITS})
+            if LOGITS in signals:  # the next pass overwrites them
+                said[LOGITS] = list(seen if len(shares) == 1 else seen.copy())
+            tokens += best
+            sound += finite
+            for name, x in said.items():
+                values[name] += x
         if len(wanted) == 1:
             return Best([tokens], {name: [x] for name, x in values.items()}, [sound])
         places, width = spans(wanted), max(wanted, default=0)
@@ -196,44 +204,26 @@ class OpenVINOExecutor(Executor):
 
         return Best(
             by_row(tokens, 0),
-            {name: by_row(x, self._nothing(name)) for name, x in values.items()},
+            {n: by_row(x, self._blank if n == LOGITS else math.nan) for n, x in values.items()},
             by_row(sound, False),
         )
 
-    def _in_halves(
-        self,
-        starts: Sequence[int],
-        pieces: Pieces,
-        wanted: Sequence[int],
-        signals: frozenset[str],
-        parents: Parents,
-        at: int,
-    ) -> Best:
-        """The rows before `at`, then those from it on."""
-        none = [0] * len(wanted)
-        nothing: list[list[int]] = [[] for _ in pieces]
-        width = max(wanted)
-        first = self.best(
-            starts, [*pieces[:at], *nothing[at:]], [*wanted[:at], *none[at:]], signals, parents
-        )
-        if LOGITS in signals:  # the second pass overwrites them
-            first.signals[LOGITS] = list(map(list, logits_of(first).numpy()))
-        second = self.best(
-            starts, [*nothing[:at], *pieces[at:]], [*none[:at], *wanted[at:]], signals, parents
-        )
-
-        def joined(one: list[list[Any]], two: list[list[Any]], filler: Any) -> list[list[Any]]:
-            return [row + [filler] * (width - len(row)) for row in one[:at] + two[at:]]
-
-        return Best(
-            joined(first.tokens, second.tokens, 0),
-            {n: joined(first.signals[n], second.signals[n], self._nothing(n)) for n in signals},
-            joined(first.sound, second.sound, False),
-        )
-
-    def _nothing(self, signal: str) -> Any:
-        """What stands where nothing was wanted."""
-        return self._blank if signal == LOGITS else math.nan
+    def _shares(
+        self, pieces: Pieces, wanted: Sequence[int]
+    ) -> Iterator[tuple[Pieces, Sequence[int]]]:
+        """What to feed and to want in turn: of some rows all, as far as their logits are few, and
+        of the others nothing."""
+        ends, count = [0], 0
+        for row, n in enumerate(wanted):
+            if count and count + n > self._most:
+                ends, count = [*ends, row], 0
+            count += n
+        for first, last in pairwise([*ends, len(wanted)]):
+            inside = [first <= row < last for row in range(len(wanted))]
+            yield (
+                [piece if own else [] for piece, own in zip(pieces, inside, strict=True)],
+                [n * own for n, own in zip(wanted, inside, strict=True)],
+            )
 
     def _pass(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
