@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,49 +24,56 @@ from forerun.runtime.support import check_supported, decoder_limit
 
 SIDE_BY_SIDE = 32  # padded tokens per source that a pass of the encoder may waste
 ENCODED = 1 << 14  # most padded tokens of one pass of the encoder
+Encoded = tuple[list[int], torch.Tensor]
+"""Which of some sources, and their states `(sources, longest, d)`, padded on the right."""
 
 
-@dataclass(frozen=True)
-class SourceStates:
-    """What the encoder says of some sources."""
+class CrossAttention:
+    """Reads sources, and makes the keys and values that a model's decoder attends to.
 
-    places: list[int]  # which of the sources they are
-    lengths: list[int]
-    values: torch.Tensor  # `(sources, longest, d)`, padded on the right
+    Args:
+        model: the model.
+        first: that of a target, whose encoder is this model's, too: what it said of the last
+            sources is not computed again.
+    """
 
-
-class Encoder:
-    """Reads sources; remembers the last ones for a draft that shares them."""
-
-    def __init__(self, model: Any) -> None:
-        self._module, self._device = model.get_encoder(), model.device
+    def __init__(self, model: Any, first: CrossAttention | None = None) -> None:
+        self._encoder, self._device, self._first = model.get_encoder(), model.device, first
         # M2M100 takes an encoder token's position from "not the padding id": pad with that id.
         self._pad = model.config.pad_token_id or 0
-        self.shared = False  # whether somebody else asks for the states of the same sources
-        self._last: tuple[list[list[int]], list[SourceStates]] | None = None
+        self.layers = list(map(projections, layers_of(model.get_decoder())))
+        self._remembers = False  # whether somebody else asks for the states of the same sources
+        self._last: tuple[list[list[int]], list[Encoded]] | None = None
+        if first is not None:
+            first._remembers = True
 
     @torch.inference_mode()
-    def read(self, sources: Sequence[Sequence[int]], again: bool) -> list[SourceStates]:
-        """States of all sources, those of alike lengths together; of the last ones, if they are
-        read `again`, what is known."""
+    def read(
+        self, sources: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]]:
+        """Sources of alike lengths together: which these are, and their keys and values in every
+        layer. Both are `(sources, heads, columns, width)`; columns beyond a source mean nothing."""
         wanted = [list(source) for source in sources]
-        if again and self._last is not None and self._last[0] == wanted:
-            return self._last[1]
+        known = self._first._last if self._first else None
+        states = known[1] if known and known[0] == wanted else self._states(wanted)
+        for places, x in states:
+            yield places, [(_by_head(k(x), n), _by_head(v(x), n)) for k, v, n in self.layers]
+
+    def _states(self, sources: list[list[int]]) -> list[Encoded]:
         out = []
-        for places in _groups([len(source) for source in wanted]):
-            group = [wanted[place] for place in places]
-            lengths = list(map(len, group))
-            width = max(lengths)
+        for places in _groups(list(map(len, sources))):
+            group = [sources[place] for place in places]
+            width = max(map(len, group))
             ids = [[*source, *[self._pad] * (width - len(source))] for source in group]
-            seen = [[1] * n + [0] * (width - n) for n in lengths]
-            states = self._module(
+            seen = [[1] * len(source) + [0] * (width - len(source)) for source in group]
+            states = self._encoder(
                 input_ids=torch.tensor(ids, device=self._device),
                 attention_mask=torch.tensor(seen, device=self._device),
             ).last_hidden_state
-            out.append(SourceStates(places, lengths, states))
+            out.append((places, states))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._last = (wanted, out) if self.shared else None
+        self._last = (sources, out) if self._remembers else None
         return out
 
 
@@ -79,26 +86,6 @@ def _groups(lengths: Sequence[int]) -> list[list[int]]:
             out.append([])
         out[-1].append(place)
     return out
-
-
-class CrossAttention:
-    """Makes the keys and values that a model's decoder attends to."""
-
-    def __init__(self, model: Any, encoder: Encoder | None = None) -> None:
-        self.encoder, self._shares = encoder or Encoder(model), encoder is not None
-        self.encoder.shared |= self._shares
-        self.layers = list(map(projections, layers_of(model.get_decoder())))
-
-    @torch.inference_mode()
-    def read(
-        self, sources: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[SourceStates, list[tuple[torch.Tensor, torch.Tensor]]]]:
-        """Sources of alike lengths together, with their keys and values in every layer. Both are
-        `(sources, heads, columns, width)`; columns beyond a source mean nothing."""
-        for states in self.encoder.read(sources, again=self._shares):
-            x = states.values
-            made = [(_by_head(k(x), width), _by_head(v(x), width)) for k, v, width in self.layers]
-            yield states, made
 
 
 def _by_head(states: torch.Tensor, width: int) -> torch.Tensor:
@@ -269,7 +256,7 @@ class EncoderDecoderExecutor(PaddedExecutor):
 
     Args:
         model: `UnsupportedModelError` says why it cannot be served.
-        encoder: that of another executor, whose states this model's decoder attends to.
+        first: that of a target, whose encoder is this model's, too.
         own_settings: whether the model's generation settings count; a `ForerunWarning` names what
             of them is not applied.
     """
@@ -277,13 +264,13 @@ class EncoderDecoderExecutor(PaddedExecutor):
     copies = False  # what a row holds depends on its source
 
     def __init__(
-        self, model: Any, encoder: Encoder | None = None, own_settings: bool = True
+        self, model: Any, first: CrossAttention | None = None, own_settings: bool = True
     ) -> None:
         check_supported(model, encoders=True)
         self.model = model.eval()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.cross = CrossAttention(model, encoder)
+        self.cross = CrossAttention(model, first)
         decoder = model.get_decoder()
         self.placement = placement_of(decoder, decoder_limit(model.config))
         self.facts = facts_of(model)
@@ -297,10 +284,10 @@ class EncoderDecoderExecutor(PaddedExecutor):
         self.banned = banned(model, self.facts.vocab_size) if own_settings else []
         """Tokens that the model's generation settings rule out; their logits are −inf."""
         self._across: tuple[list[int], torch.Tensor] | None = None
-        if own_settings and encoder is None:
-            warn_of_settings(model)
-        if encoder is None:
+        if first is None:
             prove(self, model)
+            if own_settings:
+                warn_of_settings(model)
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         super().keep(rows, lengths)
@@ -313,14 +300,14 @@ class EncoderDecoderExecutor(PaddedExecutor):
         first = len(self.sources.lengths)
         self.sources.lengths.extend(map(len, sources))
         self._across = None
-        for states, pairs in read:
-            rows = [first + place for place in states.places]
+        for places, pairs in read:
+            rows = [first + place for place in places]
             for layer, (keys, values) in enumerate(pairs):
                 self.sources.write(rows, layer, keys, values)
 
     def beside(self, model: Any) -> Executor:
         """The draft reads what this one's encoder read."""
-        return EncoderDecoderExecutor(model, self.cross.encoder)
+        return EncoderDecoderExecutor(model, self.cross)
 
     def _forward(self, now: PaddedPass) -> torch.Tensor:
         begin = torch.tensor(now.starts, device=self.device)[:, None]

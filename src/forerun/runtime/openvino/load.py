@@ -17,7 +17,7 @@ from forerun.cache import keep_json, kept_json
 from forerun.errors import ModelError, SettingError, UnsupportedModelError
 from forerun.runtime import gguf
 from forerun.runtime.base import Facts
-from forerun.runtime.encoder_decoder import Encoder
+from forerun.runtime.encoder_decoder import CrossAttention
 from forerun.runtime.encoder_decoder import facts_of as sourced_facts
 from forerun.runtime.load import EXPORTED, checkpoint_files, counted, exported, load_model
 from forerun.runtime.openvino import store
@@ -41,7 +41,7 @@ def from_model(
     precision: str = "fp32",
     threads: int | None = None,
     cached: bool = True,
-    encoder: Encoder | None = None,
+    first: CrossAttention | None = None,
 ) -> OpenVINOExecutor:
     """An executor for a live model, which it does not keep unless it has an encoder.
 
@@ -51,7 +51,7 @@ def from_model(
             else in fp32).
         threads: None: as many as torch has.
         cached: whether to look for the exported graph on disk, and to leave it there.
-        encoder: that of another executor, whose states this model's decoder attends to.
+        first: that of a target, whose encoder is this model's, too.
 
     Raises:
         UnsupportedModelError: this model cannot run here; one line says why.
@@ -62,7 +62,7 @@ def from_model(
         raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {why}")
     entry = store.key(store.of_model(model), _form(precision)) if cached else None
     called = str(getattr(model, "name_or_path", "") or "")
-    options = _Options(precision, threads, encoder)
+    options = _Options(precision, threads, first)
     return _made(entry, lambda: _export(model, options), called, options, lambda: model)
 
 
@@ -150,7 +150,7 @@ class _Options:
     precision: str | None
     """None: of the weights as they are."""
     threads: int | None
-    encoder: Encoder | None = None
+    first: CrossAttention | None = None
     depths: tuple[int, ...] = ()
 
 
@@ -251,10 +251,10 @@ def _executor(
             graph,
             facts,
             in_fp32(torch_model()),  # the others hold none while they compile
-            lambda draft, encoder: from_model(
-                draft, options.precision or "fp32", options.threads, encoder=encoder
+            lambda draft, first: from_model(
+                draft, options.precision or "fp32", options.threads, first=first
             ),
-            options.encoder,
+            options.first,
             options.threads,
         )
     executor.memory, executor.entry = stored.memory, entry

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from forerun.runtime.base import Executor, Facts
-from forerun.runtime.encoder_decoder import CrossAttention, Encoder, warn_of_settings
+from forerun.runtime.encoder_decoder import CrossAttention, warn_of_settings
 from forerun.runtime.openvino.executor import FIRST_BLOCKS, OpenVINOExecutor
 from forerun.runtime.openvino.nodes import SOURCE, SOURCE_LAST, SOURCE_ROW
 from forerun.runtime.openvino.pool import Pool
@@ -31,8 +31,8 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
     Args:
         graph, facts, threads: as for `OpenVINOExecutor`, of the decoder.
         model: the whole, on the CPU in fp32.
-        make: an executor of this kind for a model and the encoder whose states it attends to.
-        encoder: that of another executor, whose states this decoder attends to.
+        make: an executor of this kind for a draft, which attends to what this one read.
+        first: that of a target, whose encoder is this model's, too.
     """
 
     copies = False
@@ -42,15 +42,15 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
         graph: ov.Model,
         facts: Facts,
         model: Any,
-        make: Callable[[Any, Encoder], Executor],
-        encoder: Encoder | None = None,
+        make: Callable[[Any, CrossAttention], Executor],
+        first: CrossAttention | None = None,
         threads: int | None = None,
     ) -> None:
         super().__init__(graph, facts, threads)
-        self.model, self.cross, self._make = model, CrossAttention(model, encoder), make
+        self.model, self.cross, self._make = model, CrossAttention(model, first), make
         self._lengths: list[int] = []
         self._last: NDArray[np.float32] = np.zeros((0, 0), np.float32)
-        if encoder is None:
+        if first is None:
             warn_of_settings(model)
         self._forms.tell(self._tell)
         ports = self._forms.open.ports(SOURCE)
@@ -61,7 +61,7 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
 
     def beside(self, model: Any) -> Executor:
         """The draft reads what this one's encoder read."""
-        return self._make(model, self.cross.encoder)
+        return self._make(model, self.cross)
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Keep these rows and their sources, in this order."""
@@ -77,9 +77,9 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
         self._lengths.extend(map(len, sources))
         last = [torch.empty(0)] * len(sources)
         kind = torch.bfloat16 if self.facts.precision == "bfloat16" else torch.float32
-        for states, pairs in read:
-            for at, (place, length) in enumerate(zip(states.places, states.lengths, strict=True)):
-                own = [states[at, :, :length] for pair in pairs for states in pair]
+        for places, pairs in read:
+            for at, place in enumerate(places):
+                own = [x[at, :, : len(sources[place])] for pair in pairs for x in pair]
                 self.sources.write(
                     first + place, 0, [x.to(kind).contiguous().view(torch.uint8) for x in own]
                 )
