@@ -43,7 +43,7 @@ from forerun.errors import ModelError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.eagle import EagleHead
-from forerun.runtime.exits import Adapter, AdapterExecutor
+from forerun.runtime.exits import Adapter, LayersExecutor
 from forerun.runtime.grafts import graft, graft_rows
 from forerun.runtime.heads import new_heads
 from forerun.runtime.layers import LayerAccess
@@ -90,7 +90,7 @@ def early_exits(spec: SpecBound | AdaDecode) -> Case:
 
 
 def adapted() -> Case:
-    rows = Rows(AdapterExecutor(TINY, Adapter(LayerAccess(TINY), 2)))
+    rows = Rows(LayersExecutor(TINY, Adapter(LayerAccess(TINY), 2)))
     return of_its_own(KangarooDrafter(rows, threshold=0.2, most=3))
 
 

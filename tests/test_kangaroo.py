@@ -18,7 +18,7 @@ from forerun.errors import ForerunWarning, ModelError, SettingError
 from forerun.model import Model
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.drafts import About, save_draft
-from forerun.runtime.exits import Adapter, AdapterExecutor, layers_of
+from forerun.runtime.exits import Adapter, LayersExecutor, layers_of
 from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.layers import LayerAccess
 from forerun.testing import ScriptedModel
@@ -40,7 +40,7 @@ def adapter_of(model: Any, depth: int = 2) -> Adapter:
 
 
 def rows_of(model: Any, depth: int = 2) -> Rows:
-    return Rows(AdapterExecutor(model, adapter_of(model, depth)))
+    return Rows(LayersExecutor(model, adapter_of(model, depth)))
 
 
 def kangaroo(
@@ -76,7 +76,7 @@ def test_the_draft_is_the_adapters_distribution(family: str) -> None:
     """After rounds of drafting, rejecting and reordering, in ragged rows, as without a cache."""
     model = calm(family)
     rows, contexts = rows_of(model), texts(6, 11, 3)
-    assert isinstance(rows.executor, AdapterExecutor)
+    adapter = layers_of(rows).adapter
     drafter = KangarooDrafter(rows, 0.0, 4)
     rows.read(contexts)
     for order in ([2, 0, 1], [1, 1, 0]):
@@ -85,7 +85,7 @@ def test_the_draft_is_the_adapters_distribution(family: str) -> None:
             step = drafter.step([shown[0], None, shown[2]], None)
             assert step.logits is not None
             for row in (0, 2):
-                close(step.logits[row], alone(model, rows.executor.adapter, shown[row])[-1])
+                close(step.logits[row], alone(model, adapter, shown[row])[-1])
         # Row 1 did not draft; of the others' drafts, one token is kept.
         pieces = [[context[-1], 7, 9] for context in contexts]
         pieces[1] = contexts[1][-1:]
@@ -132,9 +132,8 @@ def test_the_second_early_exit() -> None:
     assert (dropped.stats.drafted, dropped.stats.stopped_by["difficult"] > 5) == (0, True)
     # By hand: it went on while each token was sure.
     fast, (context,) = kangaroo(MODEL, 0.3, 6), texts(6)
-    assert isinstance(fast.target.executor, AdapterExecutor)
     done = fast.generate(context, controller="fixed(9)", max_new_tokens=30, ignore_eos=True)
-    text, adapter = [*context], fast.target.executor.adapter
+    text, adapter = [*context], layers_of(fast.target).adapter
     at = 0
     for r in done.rounds:
         if r.drafted:

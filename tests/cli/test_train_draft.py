@@ -203,7 +203,7 @@ def test_what_is_learnt_is_what_is_drafted(folders):
     import forerun
     from forerun.drafters.kangaroo import KangarooDrafter
     from forerun.runtime.base import Rows
-    from forerun.runtime.exits import AdapterExecutor
+    from forerun.runtime.exits import LayersExecutor
     from forerun.training.fit import Document
     from forerun.training.heads import AdapterTrainer
     from forerun.training.settings import TrainingSettings
@@ -224,7 +224,7 @@ def test_what_is_learnt_is_what_is_drafted(folders):
     for kept, anew in zip((student_logits, taught), trainer._both(texts), strict=True):
         torch.testing.assert_close(kept, anew, atol=1e-5, rtol=1e-5)
     assert not states._held
-    executor = AdapterExecutor(model.target.executor.module(), trainer.adapter)
+    executor = LayersExecutor(model.target.executor.module(), trainer.adapter)
     drafter = KangarooDrafter(Rows(executor), 0.6, 6)
     contexts = [texts[0][0][:3], texts[1][0][:1]]
     drafter.rows.read(contexts)

@@ -12,7 +12,7 @@ from forerun.checks import Count, Share
 from forerun.drafters.base import Drafter, Proposal, Step, StepContext, Texts, TrainedDraft
 from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.runtime.base import Rows
-from forerun.runtime.exits import KANGAROO, AdapterExecutor, adapter_rows
+from forerun.runtime.exits import KANGAROO, adapter_rows, layers_of
 from forerun.runtime.layers import LogitLens
 from forerun.runtime.support import model_on_torch
 from forerun.types import Stop
@@ -29,11 +29,11 @@ class KangarooDrafter(SpecBoundDrafter):
     """Steps the target's first layers and the adapter; made by `Kangaroo.build`."""
 
     def __init__(self, rows: Rows, threshold: float, most: int, keep: bool = True) -> None:
-        assert isinstance(rows.executor, AdapterExecutor)
-        depth, access = rows.executor.adapter.depth, rows.executor.access
+        adapter, access = layers_of(rows).adapter, layers_of(rows).access
+        assert adapter is not None, "rows of `adapter_rows`"
         # If unsure tokens stay, every one leaves at the exit, and the draft ends behind it.
         least = 0.0 if keep else threshold
-        super().__init__(rows, Unembedding(access), (depth,), least, 0.0, most)
+        super().__init__(rows, Unembedding(access), (adapter.depth,), least, 0.0, most)
         self._least = threshold if keep else 0.0
         self._unsure: set[int] = set()
         """Rows whose newest token is the last of their draft."""

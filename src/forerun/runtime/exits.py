@@ -78,14 +78,18 @@ class LayersExecutor(TorchExecutor):
     nothing pending, it is a plain `TorchExecutor`. `UnsupportedModelError` if it has no layers, or
     a row cache cannot serve it.
 
+    With an `adapter` it drafts from that one's depth: whatever passes there passes the adapter,
+    too, prompts, drafts, and what is verified.
+
     Reference: Wen and Feng 2026, SpecBound, section 2.3.
     """
 
     trees = False
     timeable = False
 
-    def __init__(self, model: Any) -> None:
-        self.access = LayerAccess(model.eval())
+    def __init__(self, model: Any, adapter: Adapter | None = None) -> None:
+        self.access, self.adapter = LayerAccess(model.eval()), adapter and adapter.eval()
+        self._adapted = torch.empty(0)
         self.work = Work()
         self.draft_seconds = 0.0  # wall time spent in `climb` so far
         self.counts: list[list[int]] = []
@@ -95,6 +99,9 @@ class LayersExecutor(TorchExecutor):
         self._starts: Sequence[int] = ()
         self._batch: Batch | None = None
         super().__init__(model)
+        if adapter is not None:
+            layer = self.facts.token_bytes // self.access.layers
+            self.facts = replace(self.facts, token_bytes=self.facts.token_bytes + layer)
 
     @property
     def pending(self) -> list[list[int]]:
@@ -102,7 +109,6 @@ class LayersExecutor(TorchExecutor):
         return [[token.depth for token in row] for row in self._pending]
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Grow the cache; rows that join have nothing pending."""
         super().reserve(rows, columns)
         self._grow(rows)
 
@@ -158,7 +164,8 @@ class LayersExecutor(TorchExecutor):
             self.work["exit" if shallow else "project", len(rows)] += 1
             for row in rows:
                 self.counts[row][1] += shallow
-            gone = leave(depth, rows, last(self._shown(batch))[:, 0])
+            shown = batch.hidden if self.adapter is None else self._adapted
+            gone = leave(depth, rows, last(shown)[:, 0])
             rows = [row for row, exits in zip(rows, gone, strict=True) if not exits]
             if not rows:
                 break
@@ -260,13 +267,20 @@ class LayersExecutor(TorchExecutor):
         self._batch = Batch(spans, positions, mask, hidden)
         return self._batch
 
-    def _shown(self, batch: Batch) -> torch.Tensor:
-        """What `leave` is shown of a batch that has just come to its depth."""
-        return batch.hidden
-
     def _through(self, batch: Batch, first: int, last: int) -> torch.Tensor:
         """Hidden states of a batch at depth `last`, from those it has at depth `first`."""
-        return self.access.run(batch.hidden, first, last, batch.mask, batch.positions, self.cache)
+        hidden, rest = batch.hidden, (batch.mask, batch.positions, self.cache)
+        if self.adapter is not None and first < (depth := self.adapter.depth) <= last:
+            hidden = self.access.run(hidden, first, depth, *rest)
+            self._adapted, first = self.adapter(self.access, hidden, *rest), depth
+        return self.access.run(hidden, first, last, *rest)
+
+    def _logits(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
+        if self.adapter is None:
+            return super()._logits(ids, positions, mask)
+        assert isinstance(mask, torch.Tensor), "layer access refuses sliding windows"
+        batch = Batch([], positions, mask, self.access.embed(ids, positions))
+        return self.access.logits(self._through(batch, 0, self.access.layers))
 
 
 def exit_rows(model: Any) -> Rows:
@@ -314,36 +328,6 @@ class Adapter(torch.nn.Module):
         return out
 
 
-class AdapterExecutor(LayersExecutor):
-    """A target that drafts from one depth, through an adapter. Whatever passes that depth passes
-    the adapter, too: prompts, drafts, and what is verified."""
-
-    def __init__(self, model: Any, adapter: Adapter) -> None:
-        self.adapter = adapter.eval()
-        self._adapted = torch.empty(0)
-        super().__init__(model)
-        layer = self.facts.token_bytes // self.access.layers
-        self.facts = replace(self.facts, token_bytes=self.facts.token_bytes + layer)
-
-    def _logits(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
-        assert isinstance(mask, torch.Tensor), "layer access refuses sliding windows"
-        batch = Batch([], positions, mask, self.access.embed(ids, positions))
-        return self.access.logits(self._through(batch, 0, self.access.layers))
-
-    def _through(self, batch: Batch, first: int, last: int) -> torch.Tensor:
-        """As `LayerAccess.run`, and through the adapter on the way."""
-        hidden, mask, positions = batch.hidden, batch.mask, batch.positions
-        depth = self.adapter.depth
-        if first < depth <= last:
-            hidden = self.access.run(hidden, first, depth, mask, positions, self.cache)
-            self._adapted = self.adapter(self.access, hidden, mask, positions, self.cache)
-            first = depth
-        return self.access.run(hidden, first, last, mask, positions, self.cache)
-
-    def _shown(self, batch: Batch) -> torch.Tensor:
-        return self._adapted
-
-
 def adapter_rows(model: Any, folder: str | Path) -> Rows:
     """Rows of a model that drafts through the adapter of a folder; raises as `load_draft`, or
     `UnsupportedModelError` if the model's layers cannot be called one by one."""
@@ -351,4 +335,4 @@ def adapter_rows(model: Any, folder: str | Path) -> Rows:
         LayerAccess(model), int(read_about(folder, KANGAROO).settings.get("layers", 0))
     )
     fill(dict(adapter.named_parameters()), folder, KANGAROO, model)
-    return Rows(AdapterExecutor(model, pack(adapter.to(model.device, model.dtype))))
+    return Rows(LayersExecutor(model, pack(adapter.to(model.device, model.dtype))))
