@@ -640,4 +640,4 @@ def test_results_are_json_without_surprises(tmp_path):
     measured(tmp_path, scripted(), groups([task("a", 0)], [1]))
     text = (tmp_path / bench.FILE).read_text()
     assert json.loads(text)["schema"] == bench.SCHEMA
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob(".*"))

@@ -1,10 +1,11 @@
-"""Where files are kept that can be made again."""
+"""Where files are kept that can be made again; files that are written whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,26 @@ def kept_json(kind: str, key: str) -> Any:
 def keep_json(kind: str, key: str, value: Any) -> None:
     """Keep a value for later starts; a disk that does not take it is no error."""
     path = cache_folder(kind) / f"{key}.json"
-    new = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(value))
-        new.replace(path)
+        with replacing(path) as beside:
+            beside.write_text(json.dumps(value))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write what takes a file's place at the end of the block; after an error or a kill
+    the file is as it was."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield beside
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a file of one object, whole or not at all."""
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    with replacing(path) as beside:
+        beside.write_text(text + "\n", encoding="utf-8")

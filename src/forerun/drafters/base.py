@@ -233,7 +233,6 @@ class RowsDrafter(Drafter):
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
-        """Wall time in passes of these rows."""
         return self.rows.seconds
 
     def ratio(self, target: Rows) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from forerun.registry import Spec
 from forerun.runtime import gguf
 from forerun.runtime.drafts import ABOUT, read_about
 from forerun.runtime.eagle3 import CONFIG, FLAGS, read_config
+from forerun.runtime.load import header
 
 KNOWN = (
     "a model (a folder of transformers, or a GGUF file), what forerun train-draft makes, and "
@@ -80,20 +81,11 @@ def _published(config: Mapping[str, Any], folder: Path) -> str:
             return kind
     if "eagle3" in architecture or any(key in config for key in ("draft_vocab_size", *FLAGS)):
         return "eagle3"
-    names = _names(folder)
+    files = list(folder.glob("*.safetensors"))
+    names: Mapping[str, Any] = {}
+    if len(files) == 1:
+        with suppress(OSError, ModelError):
+            names = header(files[0])
     if any(name.startswith("midlayer.") for name in names):
         return "eagle3"
     return "eagle" if "eagle" in architecture or "fc.weight" in names else ""
-
-
-def _names(folder: Path) -> set[str]:
-    """Names of tensors in a folder's only file; empty if it holds several, or none."""
-    files = list(folder.glob("*.safetensors"))
-    if len(files) != 1:
-        return set()
-    try:
-        with files[0].open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            return set(json.loads(file.read(size if size < 1 << 24 else 0)))
-    except (OSError, ValueError):
-        return set()

@@ -43,7 +43,6 @@ class KangarooDrafter(SpecBoundDrafter):
         return self.executor.access.layers / (self.layers[-1] + 1)
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
-        """Draft token by token, until one is unsure."""
         self._unsure.clear()
         return super().propose(texts, most, guide)
 

@@ -43,7 +43,6 @@ class MedusaDrafter(Drafter):
         return target.facts.weights / own if target.facts.weights else 5.0
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
-        """A token of each head in turn, as far as the controllers want."""
         ends = [max(len(text or ()) - 1, 1) for text in texts]
         left = [self._states.read(row, end - 1, end) for row, end in enumerate(ends)]
         known = [text if len(own) else None for text, own in zip(texts, left, strict=True)]

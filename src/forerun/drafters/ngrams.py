@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from forerun.cache import replacing
 from forerun.errors import ModelError
 
 SCHEMA = "1"
@@ -98,16 +98,9 @@ class NGrams:
         from safetensors.numpy import save_file
 
         packed = [context << VALUE_BITS | value for context, value in self.entries.items()]
-        beside = Path(f"{path}.{os.getpid()}")
-        try:
-            save_file(
-                {"entries": np.array(packed, dtype=np.uint64)},
-                str(beside),
-                {"ngrams": SCHEMA, "tokenizer": tokenizer, **(about or {})},
-            )
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        about = {"ngrams": SCHEMA, "tokenizer": tokenizer, **(about or {})}
+        with replacing(Path(path)) as beside:
+            save_file({"entries": np.array(packed, dtype=np.uint64)}, str(beside), about)
 
     def learn(self, text: Sequence[int], given: int) -> None:
         """Count the tokens of a text from index `given` on; what stands before is only context.

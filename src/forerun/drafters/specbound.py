@@ -54,7 +54,6 @@ class SpecBoundDrafter(Drafter):
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
-        """Wall time in the shallow layers and exit heads."""
         return self.executor.draft_seconds
 
     def counters(self, row: int) -> Mapping[str, int]:
@@ -66,7 +65,6 @@ class SpecBoundDrafter(Drafter):
         return self.executor.access.layers / self.layers[-1]
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
-        """Draft token by token, each as deep as it needs."""
         return step_by_step(self, texts, most, guide)
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:

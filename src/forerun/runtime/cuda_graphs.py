@@ -49,7 +49,6 @@ class Graph:
         self.pool = self._graph.pool()
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Replay it on these inputs."""
         self._inputs.copy_(inputs)
         self._graph.replay()
         return self._result
@@ -195,7 +194,6 @@ class CudaGraphExecutor(CachedExecutor):
         return _rounded(width) if width <= WIDE else -(-width // (2 * WIDE)) * 2 * WIDE
 
     def _columns(self, end: int, width: int) -> int:
-        """Columns that such a pass reads."""
         columns = _rounded(max(end, FEWEST_COLUMNS))
         if self._compile and width <= COMPILED_WIDTHS[-1]:  # 256 times a power of four
             return columns << ((columns // COMPILED_COLUMNS).bit_length() + 1) % 2

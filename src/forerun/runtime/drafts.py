@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from forerun.cache import replacing, write_json
 from forerun.errors import ForerunWarning, ModelError, SettingError, first_line
 from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.packing import unmapped
@@ -47,23 +47,14 @@ def save_about(folder: str | Path, about: About) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write them beside, then rename: an interrupted save leaves the old or the new ones."""
+    """Write a file of tensors, whole or not at all, and its folder."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.tmp")
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(own, str(beside), metadata={"format": "pt"})
-    os.chmod(beside, 0o644)
-    os.replace(beside, path)
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write it beside, then rename."""
-    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    beside = path.with_name(f"{path.name}.tmp")
-    beside.write_text(text + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    with replacing(path) as beside:
+        save_file(own, str(beside), metadata={"format": "pt"})
+        beside.chmod(0o644)
 
 
 def read_about(folder: str | Path, kind: str | None = None) -> About:

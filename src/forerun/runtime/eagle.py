@@ -51,7 +51,7 @@ class HeadForm:
 
 
 class Norm(nn.Module):
-    """`rms(x) · weight`."""
+    """`rms(x) · weight`. Torch's own warns where autocast has `x` in another type."""
 
     def __init__(self, width: int, eps: float = EPS) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forerun.cache import write_json
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import (
@@ -18,7 +19,6 @@ from forerun.runtime.drafts import (
     read_tensors,
     shapes_of,
     widened,
-    write_json,
     write_tensors,
 )
 from forerun.runtime.eagle import HeadForm, Norm, StateHead, rms
@@ -243,7 +243,6 @@ def _tensors(folder: str) -> dict[str, torch.Tensor]:
 
 
 def _renamed(folder: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The layer's tensors by our names."""
     out = {NAMES[n]: tensors.pop(n).float() for n in list(tensors) if n in NAMES}
     for name, parts in JOINED.items():
         if all(part in tensors for part in parts):

@@ -41,7 +41,7 @@ class CrossAttention:
         self._encoder, self._device, self._first = model.get_encoder(), model.device, first
         # M2M100 takes an encoder token's position from "not the padding id": pad with that id.
         self._pad = model.config.pad_token_id or 0
-        self.layers = list(map(projections, layers_of(model.get_decoder())))
+        self.layers = list(map(projections, _layers_of(model.get_decoder())))
         self._remembers = False  # whether somebody else asks for the states of the same sources
         self._last: tuple[list[list[int]], list[Encoded]] | None = None
         if first is not None:
@@ -93,8 +93,7 @@ def _by_head(states: torch.Tensor, width: int) -> torch.Tensor:
     return states.view(*states.shape[:2], -1, width).transpose(1, 2)
 
 
-def layers_of(decoder: Any) -> Any:
-    """Its layers."""
+def _layers_of(decoder: Any) -> Any:
     return decoder.block if hasattr(decoder, "block") else decoder.layers
 
 
@@ -137,7 +136,6 @@ class SourceCache(Store):
             store[list(rows), :, : new.shape[2]] = new
 
     def retain(self, rows: Sequence[int]) -> None:
-        """Keep the sources of these rows, in this order; a row may be kept twice."""
         self.lengths = [self.lengths[row] for row in rows]
         self.keep(rows, max(self.lengths, default=0))
 
@@ -295,7 +293,6 @@ class EncoderDecoderExecutor(PaddedExecutor):
         self._across = None
 
     def attend(self, sources: Sequence[Sequence[int]]) -> None:
-        """Read the sources of the rows that join next, and make their keys."""
         read = list(self.cross.read(sources))  # an error of the encoder leaves all as it was
         first = len(self.sources.lengths)
         self.sources.lengths.extend(map(len, sources))
@@ -306,7 +303,6 @@ class EncoderDecoderExecutor(PaddedExecutor):
                 self.sources.write(rows, layer, keys, values)
 
     def beside(self, model: Any) -> Executor:
-        """The draft reads what this one's encoder read."""
         return EncoderDecoderExecutor(model, self.cross)
 
     def _forward(self, now: PaddedPass) -> torch.Tensor:
@@ -350,10 +346,13 @@ def facts_of(model: Any) -> Facts:
     config, decoder = model.config, model.get_decoder()
     limit = placement_of(decoder, decoder_limit(config)).limit
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    stack = layers_of(decoder)
+    stack = _layers_of(decoder)
     cross = {p for layer in stack for m in projections(layer)[:2] for p in m.parameters()}
     read = {*decoder.parameters(), head} - {table} - cross
     layers = len(stack)
+    places = getattr(model.get_encoder(), "embed_positions", None)
+    known = getattr(places, "weights", getattr(places, "weight", None))
+    room = limit if known is None else len(known) - int(getattr(places, "offset", 0))
     heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
     width = getattr(config, "d_kv", None) or config.d_model // heads
     return replace(
@@ -362,17 +361,9 @@ def facts_of(model: Any) -> Facts:
         layers=layers,
         weights=sum(p.numel() for p in read | {head}),
         token_bytes=2 * layers * heads * width * model.dtype.itemsize,
-        source_limit=source_limit(model, limit),
+        source_limit=min(limit, room),
         start=start_of(model),
     )
-
-
-def source_limit(model: Any, limit: int) -> int:
-    """Most tokens of a source."""
-    positions = getattr(model.get_encoder(), "embed_positions", None)
-    weights = getattr(positions, "weights", getattr(positions, "weight", None))
-    skipped = int(getattr(positions, "offset", 0))
-    return limit if weights is None else min(limit, len(weights) - skipped)
 
 
 def _settings(model: Any) -> dict[str, Any]:

@@ -320,7 +320,6 @@ def _in_folder(folder: Path) -> Path | None:
 
 
 def _download(hub: str, file: str) -> Path:
-    """A file of a model on the Hugging Face hub, from the cache if it is there."""
     from huggingface_hub import hf_hub_download
 
     try:

@@ -89,7 +89,6 @@ def _rule(metadata: dict[str, Any]) -> str:
 
 
 def _byte_pairs(metadata: dict[str, Any], name: str) -> Tokenizer:
-    """Byte pairs over text that a rule has split."""
     rule = _rule(metadata)
     if rule not in SPLITS:
         raise UnsupportedModelError(

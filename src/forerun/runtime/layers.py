@@ -193,7 +193,6 @@ class LogitLens:
         return tuple(range(1, self._access.layers))
 
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """`(..., V)` logits from hidden states `(..., H)`."""
         return self._access.logits(hidden)
 
 

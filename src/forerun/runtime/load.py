@@ -34,6 +34,7 @@ INT8 = "model.int8.safetensors"
 without their scales, look for another name."""
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling settings that a model's generation_config may have an opinion on."""
+LARGEST_HEADER = 1 << 26  # bytes; more says that it is none
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -319,16 +320,21 @@ def counted(paths: Sequence[Path]) -> dict[str, int]:
     """Numbers by type, from the headers of safetensors files."""
     counts: Counter[str] = Counter()
     for path in paths:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            try:
-                header = json.loads(file.read(size))
-            except ValueError as error:
-                raise ModelError(f"{str(path)!r} is damaged: {error}") from error
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                counts[tensor["dtype"]] += prod(tensor["shape"])
+        for tensor in header(path).values():
+            counts[tensor["dtype"]] += prod(tensor["shape"])
     return counts
+
+
+def header(path: Path) -> dict[str, Any]:
+    """Types and shapes of a safetensors file's tensors by name; `ModelError` if it is damaged."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        try:
+            tensors: dict[str, Any] = json.loads(file.read(size if size < LARGEST_HEADER else 0))
+        except ValueError as error:
+            raise ModelError(f"{str(path)!r} is damaged: {error}") from error
+    tensors.pop("__metadata__", None)
+    return tensors
 
 
 def exported(name: str | Path) -> Path | None:

@@ -50,7 +50,6 @@ class PackedLinear(nn.Module):
         return None if self.packed_bias is None else self.packed_bias[self._rows]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., out)` of `(..., in)`."""
         if x.requires_grad and torch.is_grad_enabled():
             return F.linear(x, dense(self.packed)[self._rows], self.bias)
         return self._product.of(x, self._rows)
@@ -140,7 +139,6 @@ def pack(model: Any) -> Any:
 
 
 def _matrix(layer: Any) -> torch.Tensor:
-    """`(out, in)` weights of a layer."""
     weight: torch.Tensor = layer.weight
     return weight if type(layer) is nn.Linear else weight.T
 

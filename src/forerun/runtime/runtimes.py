@@ -148,7 +148,6 @@ class AutoRuntime(RuntimeSpec):
     )
 
     def load(self, source: Source) -> Rows:
-        """Load it by the one or the other; a line says why OpenVINO cannot."""
         device, dtype = resolve_device(source.device), resolve_dtype(source.dtype)
         fits = device.type == "cpu" and dtype in (None, torch.float32)
         if fits and find_spec("openvino") is not None and _exportable(source):

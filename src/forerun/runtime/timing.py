@@ -105,7 +105,6 @@ def _seconds(timed: Mapping[int, Costs], rows: int, width: float) -> float:
 
 
 def _far(now: Mapping[Shape, float], before: Mapping[Shape, float]) -> dict[Shape, float]:
-    """What takes much more or less than before."""
     return {n: s for n, s in now.items() if not before[n] / OFF <= s <= before[n] * OFF}
 
 
@@ -233,7 +232,6 @@ class PassTimer:
                 model.keep([])
 
     def _name(self) -> str:
-        """Of what is kept: another one for other models, another machine, threads or versions."""
         versions = map(_version, ("forerun", "torch", "openvino"))
         parts: list[object] = [FORMAT, machine(self._target.device), *versions]
         for model in self._models:

@@ -287,7 +287,6 @@ class Answer:
 
 
 def _finish(choice: Choice) -> str:
-    """OpenAI's `finish_reason` of a choice that is done."""
     assert choice.done is not None
     reason = FINISH[choice.done.finish_reason]
     called = reason == "stop" and choice.reader is not None and choice.reader.calls

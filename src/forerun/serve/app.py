@@ -185,7 +185,6 @@ class Page:
 
 
 def _hashes(text: str, tag: str) -> str:
-    """CSP sources for every inline element of a kind."""
     bodies = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(b.encode()).digest()).decode() for b in bodies]
     return " ".join(f"'sha256-{d}'" for d in digests) or "'none'"

@@ -310,7 +310,6 @@ def _listed(registry: Registry) -> list[dict[str, Any]]:
 
 
 def _names(rule: AcceptanceRule) -> Iterator[str]:
-    """Of a rule and of the rules inside it."""
     yield RULES.text(rule).partition("(")[0]
     if is_dataclass(rule):
         for f in fields(rule):

@@ -318,7 +318,6 @@ class Worker:
             self._tickets[ticket.request] = ticket
 
     def _cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Free the rows of these jobs, running or waiting."""
         for ticket in tickets:
             if ticket.request in self._tickets:
                 del self._tickets[ticket.request]

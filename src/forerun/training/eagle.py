@@ -443,7 +443,6 @@ def seen_by(
 
 
 def _closest(read: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    """The linear map of `(n, a)` numbers that comes closest to `(n, b)`."""
     squares = read.T @ read
     squares.diagonal().add_(RIDGE * squares.diagonal().mean())
     return torch.linalg.solve(squares, read.T @ goal)

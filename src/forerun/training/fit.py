@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.nn import functional as F
 
+from forerun.cache import replacing
 from forerun.errors import ModelError, SettingError, require
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import TOKENS, About, Tensors, save_draft
@@ -101,7 +102,6 @@ class Training(ABC, Generic[T]):
             yield texts[first : first + size]
 
     def _drawn(self, texts: Sequence[T], rng: random.Random) -> list[T]:
-        """The texts of a step."""
         return rng.sample(list(texts), min(self.settings.batch or 1, len(texts)))
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
@@ -143,16 +143,15 @@ class Training(ABC, Generic[T]):
             }
 
     def save(self, path: Path) -> None:
-        """Write beside, then rename: a killed run never leaves half a checkpoint."""
+        """Write a checkpoint, whole or not at all."""
         state = {
             "of": self._of(),
             "own": {name: p.detach() for name, p in self.own.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "counts": [self.step, self.tokens, self.elapsed],
         }
-        beside = path.with_suffix(".tmp")
-        torch.save(state, beside)
-        os.replace(beside, path)
+        with replacing(path) as beside:
+            torch.save(state, beside)
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint; `SettingError` if it was begun with other settings (but for
@@ -206,7 +205,6 @@ class Training(ABC, Generic[T]):
         return {"layers": self.settings.depth, "width": self.settings.width}
 
     def _tensors(self) -> Tensors:
-        """What is saved: in bfloat16, half the size."""
         return {name: p.detach().to(torch.bfloat16) for name, p in self.own.items()}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import time
 from collections.abc import Callable, Sequence, Set
@@ -18,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from forerun.cache import write_json
 from forerun.errors import SettingError
 from forerun.lab.bench.methods import PLAIN, Group, Run
 from forerun.lab.bench.peers import Method
@@ -118,11 +118,7 @@ class Results:
 
     def write(self) -> None:
         """Write the file, whole or not at all."""
-        path = self.folder / FILE
-        fresh = path.with_suffix(".part")
-        text = json.dumps(self.document, ensure_ascii=False, allow_nan=False, indent=1)
-        fresh.write_text(text + "\n", encoding="utf-8")
-        os.replace(fresh, path)
+        write_json(self.folder / FILE, self.document)
         self._written = time.monotonic()
 
 

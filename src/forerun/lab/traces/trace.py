@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from forerun.cache import replacing
 from forerun.errors import MissingExtraError, SettingError
 from forerun.types import SIGNALS as SIGNALS
 from forerun.types import BoolArray, FloatArray, IntArray
@@ -136,12 +137,8 @@ class Trace:
         }
         head = json.dumps({"schema": SCHEMA, "about": self.about}, ensure_ascii=False)
         table = arrow.table(columns).replace_schema_metadata({KEY: head.encode()})
-        beside = file.with_name(f".{file.name}.part")
-        try:
+        with replacing(file) as beside:
             parquet.write_table(table, beside, compression="zstd", write_page_checksum=True)
-            beside.replace(file)
-        finally:
-            beside.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, path: str | Path) -> Trace:

@@ -118,7 +118,6 @@ class OpenVINOExecutor(Executor):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache pool."""
         return self.pool.nbytes
 
     def pad(self, least: int) -> None:
@@ -137,22 +136,18 @@ class OpenVINOExecutor(Executor):
             self.keep([], [])
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for `rows` rows of `columns` tokens, within reason; the pool grows later."""
         self.pool.reserve(rows, columns)
         if rows > 1:
             self._forms.share()
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Keep these rows, in this order; the blocks of the others are free again."""
         self.pool.keep(rows, lengths)
         self._version += 1
 
     def copy_out(self, row: int, first: int, last: int) -> Columns:
-        """Out of the row's blocks, as bytes."""
         return Columns(self.pool.read(row, first, last), last - first)
 
     def copy_in(self, row: int, first: int, columns: Columns) -> None:
-        """Into the row's blocks, which it is given."""
         self._version += self.pool.write(row, first, columns.states)
 
     def move(self, row: int, source: int, place: int) -> None:

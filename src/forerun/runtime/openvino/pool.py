@@ -90,7 +90,6 @@ class Pool:
         return self.blocks.tables
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for `rows` rows of `columns` tokens, within reason; the pool grows later."""
         most = LARGEST_RESERVE * self.blocks.total // self.nbytes
         self.grow(min(rows * -(-columns // BLOCK), most))
 
@@ -101,7 +100,6 @@ class Pool:
         return self.blocks.cover(ends)
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Keep these rows, in this order, with the tokens each holds; a row may be kept twice."""
         twice = [at for at, row in enumerate(rows) if row in rows[:at]]
         self.blocks.keep(rows)
         if not twice:
@@ -138,7 +136,6 @@ class Pool:
         return changed
 
     def move(self, row: int, source: int, place: int) -> None:
-        """Let a row have at `place` what it has at `source`."""
         (a, i), (b, j) = divmod(source, BLOCK), divmod(place, BLOCK)
         table = self.tables[row]
         for tensor in self._tensors:

@@ -60,18 +60,15 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
         return self.model
 
     def beside(self, model: Any) -> Executor:
-        """The draft reads what this one's encoder read."""
         return self._make(model, self.cross)
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Keep these rows and their sources, in this order."""
         super().keep(rows, lengths)
         self._lengths = [self._lengths[row] for row in rows]
         self._last = self._last[list(rows)]
         self.sources.keep(rows, self._lengths)
 
     def attend(self, sources: Sequence[Sequence[int]]) -> None:
-        """Read the sources of the rows that join next, and make their keys."""
         read = list(self.cross.read(sources))  # an error of the encoder leaves all as it was
         first = len(self._lengths)
         self._lengths.extend(map(len, sources))
