@@ -44,7 +44,7 @@ from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.eagle import EagleHead
 from forerun.runtime.exits import Adapter, LayersExecutor
-from forerun.runtime.grafts import graft, graft_rows
+from forerun.runtime.grafts import graft
 from forerun.runtime.heads import new_heads
 from forerun.runtime.layers import LayerAccess
 from forerun.testing import ScriptedModel
@@ -144,7 +144,7 @@ def on_the_encoder(kind: str, width: int) -> Case:
     """A draft decoder as it begins, near enough to the target to agree now and then."""
     target = torch_rows(ENCODES)
     torch.manual_seed(1)
-    rows = graft_rows(target, graft(ENCODES, 2, width))
+    rows = Rows(target.executor.beside(graft(ENCODES, 2, width)))
     drafter = ModelDrafter(rows, 97) if kind == "shared" else BlockDrafter(rows, 97, width)
     prompts = [[96], [96, 5, 8], [96, 7], [96, 4, 9, 12]]
     return Case(target, drafter, prompts, SOURCES)

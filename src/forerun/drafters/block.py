@@ -20,7 +20,7 @@ from forerun.drafters.base import (
 )
 from forerun.drafters.stepping import ByPlace, step_by_step
 from forerun.runtime.base import CHUNK, Rows
-from forerun.runtime.grafts import graft_rows, load_graft, model_of
+from forerun.runtime.grafts import load_graft, model_of
 
 
 class BlockDrafter(RowsDrafter):
@@ -98,4 +98,4 @@ class BlockDraft(TrainedDraft):
         """The drafter, beside a target with an encoder."""
         made, most = load_graft(model_of(target, self.kind), self.folder(target), self.kind)
         width = most if self.width is None else min(self.width, most)
-        return BlockDrafter(graft_rows(target, made), target.vocab_size, width)
+        return BlockDrafter(Rows(target.executor.beside(made)), target.vocab_size, width)

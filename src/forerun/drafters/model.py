@@ -143,9 +143,13 @@ class ModelDraft(DrafterSpec):
     ) -> Drafter:
         from forerun.drafters.retokenized import SharedTokensDrafter, TextDrafter
 
+        def gives_back(tokenizer: Any) -> bool:
+            ids = tokenizer.encode(SAMPLE, add_special_tokens=False)
+            return bool(tokenizer.decode(ids, clean_up_tokenization_spaces=False) == SAMPLE)
+
         what = f"the draft {self.path!r} has another tokenizer than the target: {why}"
         encodes = any(side.facts.source_limit is not None for side in (target, rows))
-        if encodes or not all(map(_gives_back, tokenizers)):
+        if encodes or not all(map(gives_back, tokenizers)):
             why = "with an encoder" if encodes else "where one of them does not give back a text"
             raise ModelError(
                 f"{what}; {why} they must be the same: use a draft of the same family, or the "
@@ -156,11 +160,6 @@ class ModelDraft(DrafterSpec):
         )
         kind = TextDrafter if self.by == "text" else SharedTokensDrafter
         return kind(rows, target.vocab_size, *tokenizers)
-
-
-def _gives_back(tokenizer: Any) -> bool:
-    ids = tokenizer.encode(SAMPLE, add_special_tokens=False)
-    return bool(tokenizer.decode(ids, clean_up_tokenization_spaces=False) == SAMPLE)
 
 
 def check_encoders(target: Rows, draft: Rows, name: str) -> None:

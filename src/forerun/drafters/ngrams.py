@@ -147,7 +147,12 @@ class NGrams:
         for order, column in enumerate(_columns(texts), 1):
             counted = _most_frequent(*column)
             likely = probability(order, counted.hits, counted.misses)
-            expected = UNSEEN if shorter is None else _backed_off(counted, shorter, order - 1)
+            expected: Any = UNSEEN
+            if shorter is not None:
+                at = np.searchsorted(shorter.contexts, counted.shorter)
+                share = probability(order - 1, shorter.hits[at], shorter.misses[at])
+                same = shorter.tokens[at] == counted.tokens
+                expected = np.where(same, share, OTHER * (1 - share))
             gain = counted.hits * np.log(likely / expected)
             gain += counted.misses * np.log((1 - likely) / (1 - expected))
             good = (counted.hits > 1) & (gain > 0)
@@ -265,13 +270,6 @@ def _most_frequent(contexts: Column, shorter: Column, tokens: Column) -> _Counts
     hits = counts[best].astype(float)
     misses = np.add.reduceat(counts, first) - hits
     return _Counts(contexts[best], shorter[best], tokens[best], hits, misses)
-
-
-def _backed_off(longer: _Counts, shorter: _Counts, order: int) -> NDArray[np.float64]:
-    """How likely the next shorter contexts, of `order` tokens, take the longer ones' followers."""
-    at = np.searchsorted(shorter.contexts, longer.shorter)
-    likely = probability(order, shorter.hits[at], shorter.misses[at])
-    return np.where(shorter.tokens[at] == longer.tokens, likely, OTHER * (1 - likely))
 
 
 def _packed(counted: _Counts) -> Column:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from forerun.drafters.base import Drafter, TrainedDraft
 from forerun.drafters.model import ModelDrafter
 from forerun.runtime.base import Rows
-from forerun.runtime.grafts import graft_rows, load_graft, model_of
+from forerun.runtime.grafts import load_graft, model_of
 
 
 @dataclass(frozen=True)
@@ -31,4 +31,4 @@ class SharedDraft(TrainedDraft):
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """The drafter, beside a target with an encoder."""
         made, _ = load_graft(model_of(target, self.kind), self.folder(target), self.kind)
-        return ModelDrafter(graft_rows(target, made), target.vocab_size)
+        return ModelDrafter(Rows(target.executor.beside(made)), target.vocab_size)

@@ -82,7 +82,9 @@ class SpecBoundDrafter(Drafter):
                 logits, sure = self.executor.access.logits(hidden), [True] * len(rows)
             else:
                 logits = self.heads.logits(layer, hidden)
-                sure = self._confident(layer, logits).tolist()
+                heat = temperature(layer, self.executor.access.layers, self._anneal)
+                top = (logits.float() / heat).softmax(-1).amax(-1)
+                sure = (top >= self._threshold).tolist()  # eq. 2
             if all(sure):
                 left.append((rows, logits))
             elif here := [i for i, yes in enumerate(sure) if yes]:
@@ -109,11 +111,6 @@ class SpecBoundDrafter(Drafter):
         for here, logits in wide:
             out[here] = logits
         return out
-
-    def _confident(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
-        """`(n,)` whether the annealed top-1 probability reaches τ (eq. 2)."""
-        heat = temperature(layer, self.executor.access.layers, self._anneal)
-        return (logits.float() / heat).softmax(-1).amax(-1) >= self._threshold
 
 
 @dataclass(frozen=True)

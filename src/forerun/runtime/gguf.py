@@ -27,6 +27,7 @@ from forerun.runtime.fingerprints import identity
 _SCALARS = dict(zip(range(8), ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"), strict=True))
 _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
+MAGIC = b"GGUF"
 NORM, ALIGNMENT = "output_norm.weight", 32
 ROTATIONS = "rope_freqs.weight", "rope_factors_short.weight"
 """What wavelengths of rotations are multiplied by: Llama 3's from version 3.1 on, and those of
@@ -227,7 +228,7 @@ class _Reader:
         self.data, self.at = data, 0
 
     def file(self, path: Path) -> GGUF:
-        if self.data[:4] != b"GGUF":
+        if self.data[:4] != MAGIC:
             raise ValueError("it does not begin with GGUF")
         _, version, tensors, pairs = self._unpack("<4sIQQ")
         if version not in (2, 3):
@@ -292,20 +293,16 @@ def locate(name: str | Path) -> Path | None:
         path = Path(text).expanduser()
         if path.is_dir():
             return _in_folder(path)
-        if path.is_file() and (named or _begins_so(path)):
-            return path
+        if path.is_file():  # others store them under names of their own
+            with path.open("rb") as file:
+                if named or file.read(4) == MAGIC:
+                    return path
     if not named:
         return None
     hub, colon, file = text.rpartition(":")
     if colon and hub.count("/") <= 1 and not hub.startswith((".", "/", "~")):
         return _download(hub, file)
     raise ModelError(f"no GGUF file at {text!r}; give a file, a folder or hub-id:file.gguf")
-
-
-def _begins_so(path: Path) -> bool:
-    """Whether it is one by its content: others store them under names of their own."""
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def _in_folder(folder: Path) -> Path | None:

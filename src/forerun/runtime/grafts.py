@@ -117,11 +117,6 @@ def load_graft(target: Any, folder: str, kind: str) -> tuple[Any, int]:
     return made, width
 
 
-def graft_rows(target: Rows, graft: Any) -> Rows:
-    """Rows of a graft that attend to what the target's encoder read."""
-    return Rows(target.executor.beside(graft))
-
-
 def model_of(target: Rows, drafter: str) -> Any:
     """The target's model, which must have an encoder (else `SettingError`)."""
     model = target.executor.module()

@@ -47,18 +47,16 @@ class Structures:
         if len(given) > 1:
             raise bad(f"give one of {' and '.join(field for field, *_ in given)}", given[1][0])
         ((field, kind, value),) = given
+        text = json.dumps(value)
+        if len(text) > LONGEST:
+            raise bad(f"at most {LONGEST} characters of schema or grammar", field)
         await asyncio.wait([asyncio.wrap_future(self._grammars)])
-        work = asyncio.get_running_loop().run_in_executor(self._pool, self._get, field, kind, value)
+        compiled, events = self._compiled, asyncio.get_running_loop()
+        work = events.run_in_executor(self._pool, compiled, field, kind, text)
         try:
             return await asyncio.wait_for(work, COMPILE_SECONDS)
         except TimeoutError:
             raise bad(f"{field} takes longer than {COMPILE_SECONDS:g} s to read", field) from None
-
-    def _get(self, field: str, kind: str, value: Any) -> Constraint:
-        text = json.dumps(value)
-        if len(text) > LONGEST:
-            raise bad(f"at most {LONGEST} characters of schema or grammar", field)
-        return self._compiled(field, kind, text)
 
     def _compile(self, field: str, kind: str, text: str) -> Constraint:
         try:

@@ -153,7 +153,9 @@ class Worker:
             model.target, model.drafter, model.tokenizer, model.eos, max_rows,
             meter=model.meter, prefixes=prefixes,
         )  # fmt: skip
-        self._engine.fits = self._fits
+        self._engine.fits = lambda running, job: self.memory.fits(
+            [*map(self._columns, running)], self._columns(job)
+        )
         self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         # What follows belongs to the engine's thread.
@@ -308,9 +310,6 @@ class Worker:
             return len(job.prompt)
         limit = self._engine.target.limit
         return min(len(job.prompt) + job.sampling.max_new_tokens, limit)
-
-    def _fits(self, running: Sequence[Request], job: Request) -> bool:
-        return self.memory.fits([*map(self._columns, running)], self._columns(job))
 
     def _submit(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:

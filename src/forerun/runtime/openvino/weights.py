@@ -162,13 +162,9 @@ def held(numbers: NDArray[Any]) -> ov.Node:
     """Numbers of float32, or the bits of bfloat16 ones in uint16, as a node of float32."""
     if numbers.dtype != np.uint16:
         return op.constant(numbers)
-    return op.convert(_bfloat16(numbers), "f32")
-
-
-def _bfloat16(bits: NDArray[np.uint16]) -> ov.Node:
-    tensor = ov.Tensor(ov.Type.bf16, ov.Shape(list(bits.shape)))
-    tensor.data.view(np.uint16)[...] = bits
-    return op.constant(tensor)
+    bits = ov.Tensor(ov.Type.bf16, ov.Shape(list(numbers.shape)))
+    bits.data.view(np.uint16)[...] = numbers
+    return op.convert(op.constant(bits), "f32")
 
 
 def _rounded(numbers: NDArray[Any]) -> ov.Node:
