@@ -75,21 +75,22 @@ class ModelDrafter(RowsDrafter):
         """Feed what each row's cache lacks; what comes next."""
         pieces = self._pieces(texts)
         wanted = [1 if piece else 0 for piece in pieces]
-        width = self.rows.vocab_size
-        if greedy is not None and width == self._vocab:
+        if greedy is not None and self.rows.vocab_size == self._vocab:
             return Step(best=self.rows.best(pieces, wanted, greedy))
-        logits = self.rows.feed(pieces, wanted)[:, 0]
-        if width > self._vocab:
-            logits = logits[:, : self._vocab]
-        elif width < self._vocab:
-            logits = torch.nn.functional.pad(logits, (0, self._vocab - width), value=-torch.inf)
-        return Step(logits)
+        return Step(fitted(self.rows.feed(pieces, wanted)[:, 0], self._vocab))
 
     def _pieces(self, texts: Texts) -> list[list[int]]:
         pieces, known = super()._pieces(texts), self.rows.vocab_size
         if known < self._vocab:
             return [[i if i < known else STAND_IN for i in piece] for piece in pieces]
         return pieces
+
+
+def fitted(logits: torch.Tensor, vocab: int) -> torch.Tensor:
+    """`(..., V)` logits of a draft, cut or padded (−inf) to a target's vocabulary of `vocab`."""
+    if (more := vocab - logits.shape[-1]) == 0:
+        return logits
+    return torch.nn.functional.pad(logits, (0, more), value=-torch.inf)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from forerun.checks import whole
-from forerun.drafters.model import ModelDrafter
+from forerun.drafters.model import ModelDrafter, fitted
 from forerun.drafters.none import NullDrafter
 from forerun.engine import Completion, Sampling
 from forerun.engine.constraint import split_stops
@@ -352,7 +352,7 @@ def _heads(target: Rows, rows: Rows, texts: list[_RecordedText], depth: int) -> 
     records: list[list[dict[str, Any]]] = [[] for _ in texts]
     for start in range(0, longest, width):
         fed = [piece[start : start + width] for piece in pieces]
-        both = target.feed(fed), _fit(rows.feed(fed), vocab)
+        both = target.feed(fed), fitted(rows.feed(fed), vocab)
         shaped = [sampler.shape(z, texts, outputs, start) for z in both]
         sharp = [sampler.sharpen(logits) for logits in shaped]
         truth = [[*text.tokens, -1][start : start + width] for text in texts]
@@ -430,19 +430,13 @@ def _tails(
     for start in range(0, len(misses), TAILS):
         batch = misses[start : start + TAILS]
         for side in (target, rows):
-            _fork(side, texts, batch)
+            # Copying what is covered already is much cheaper than feeding it again.
+            side.keep([*range(len(texts)), *(r for r, _ in batch)])
+            for row, (r, m) in enumerate(batch, len(texts)):
+                side.rollback(row, texts[r].prompt + m)
         _follow(target, rows, texts, drafts, batch, depth)
         for side in (target, rows):
             side.keep(range(len(texts)))
-
-
-def _fork(rows: Rows, texts: list[_RecordedText], misses: list[Position]) -> None:
-    """Add a row per miss that covers its text up to there."""
-    # Copying what is covered already is much cheaper than feeding it again.
-    count = len(texts)
-    rows.keep([*range(count), *(r for r, _ in misses)])
-    for i, (r, m) in enumerate(misses):
-        rows.rollback(count + i, texts[r].prompt + m)
 
 
 def _follow(
@@ -469,7 +463,7 @@ def _follow(
         pieces = [*[[]] * len(texts), *fed]
         wanted = list(map(len, pieces))
         both = [side.feed(pieces, wanted)[len(texts) :] for side in (target, rows)]
-        both[1] = _fit(both[1], target.vocab_size)
+        both[1] = fitted(both[1], target.vocab_size)
         shaped = [sampler.shape(z, stems, ahead, step) for z in both]
         processed = sampler.sharpen(shaped[1])[:, 0]
         tokens = processed.argmax(-1)
@@ -491,11 +485,6 @@ def _follow(
                 drafts[r].tokens[m, step] = ahead[i][-1]
                 for name, column_of in drafts[r].values.items():
                     column_of[m, step] = values[name][i, 0]
-
-
-def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Draft logits cut or padded (−inf) to the target's vocabulary."""
-    return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
 
 
 def _runs(text: _RecordedText, draft: _Draft, depth: int) -> dict[str, Any]:
