@@ -282,7 +282,6 @@ def start_peers(
 def _open(
     models: Models, requested: Sequence[Prompt], chat: Chat, skip_long: bool
 ) -> tuple[Job, list[Prompt]]:
-    """The models, and the prompts of all turns."""
     from forerun.prompts import unroll
 
     job, chosen = models.open(requested, chat=chat, turns=True, skip_long=skip_long)

@@ -41,7 +41,6 @@ class BlockDrafter(RowsDrafter):
         return self.width * super().ratio(target)
 
     def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
-        """Empty rows on the target's encoder states."""
         self.rows.join(len(prompts), max(map(len, prompts)) + room + self.width, sources)
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
@@ -95,7 +94,6 @@ class BlockDraft(TrainedDraft):
     width: Count | None = None
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        """The drafter, beside a target with an encoder."""
         made, most = load_graft(model_of(target, self.kind), self.folder(target), self.kind)
         width = most if self.width is None else min(self.width, most)
         return BlockDrafter(Rows(target.executor.beside(made)), target.vocab_size, width)

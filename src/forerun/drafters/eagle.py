@@ -87,7 +87,6 @@ class EagleDrafter(RowsDrafter):
         return step_by_step(self, texts, most, guide)
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
-        """What the head says next."""
         pieces = self._pieces(texts)
         wanted = [1 if piece else 0 for piece in pieces]
         for row in self._newest:
@@ -153,7 +152,6 @@ class Eagle(TrainedDraft):
     kind: ClassVar[str] = KIND
 
     def depths(self, target: str | Path) -> tuple[int, ...]:
-        """Those of the head's `draft.json`."""
         folder = self.path or known_head(target)
         return () if folder is None else _depths(folder)
 

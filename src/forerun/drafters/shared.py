@@ -29,6 +29,5 @@ class SharedDraft(TrainedDraft):
     kind: ClassVar[str] = "shared"
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        """The drafter, beside a target with an encoder."""
         made, _ = load_graft(model_of(target, self.kind), self.folder(target), self.kind)
         return ModelDrafter(Rows(target.executor.beside(made)), target.vocab_size)

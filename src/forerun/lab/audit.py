@@ -348,7 +348,6 @@ class _Auditor:
                 yield self._compare(prompt, pair, a, b, len(self._rows(pair[0], prompt, group)))
 
     def _rows(self, name: str, prompt: int, group: Sequence[int]) -> Sequence[int]:
-        """The prompts that are decoded together with one."""
         alone = name in (PLAIN, SPECULATIVE) or name in self.peers
         return [prompt] if alone else group
 

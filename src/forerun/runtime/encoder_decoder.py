@@ -123,7 +123,6 @@ class SourceCache(Store):
         return len(self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the longest source."""
         return max(self.lengths, default=0)
 
     @torch.inference_mode()
@@ -134,10 +133,6 @@ class SourceCache(Store):
         self.reserve(len(self.lengths), max(self.lengths))
         for store, new in zip(self._layer(layer, keys, values), (keys, values), strict=True):
             store[list(rows), :, : new.shape[2]] = new
-
-    def retain(self, rows: Sequence[int]) -> None:
-        self.lengths = [self.lengths[row] for row in rows]
-        self.keep(rows, max(self.lengths, default=0))
 
     def show(self, rows: Sequence[int]) -> int:
         """Let the layers see these rows; how many columns they see."""
@@ -289,7 +284,8 @@ class EncoderDecoderExecutor(PaddedExecutor):
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         super().keep(rows, lengths)
-        self.sources.retain(rows)
+        self.sources.lengths = [self.sources.lengths[row] for row in rows]
+        self.sources.keep(rows, max(self.sources.lengths, default=0))
         self._across = None
 
     def attend(self, sources: Sequence[Sequence[int]]) -> None:

@@ -103,7 +103,6 @@ class GGUF:
 
     @cached_property
     def identity(self) -> str:
-        """See `Facts`."""
         norm = self.floats(NORM)
         if norm is not None and self.architecture == "gemma3":
             norm -= 1  # which the model adds, and llama.cpp has added before
@@ -118,7 +117,6 @@ class GGUF:
 
     @property
     def rotations(self) -> NDArray[np.float32] | None:
-        """The numbers of `ROTATIONS`; None if it has none."""
         factors = (self.floats(name) for name in ROTATIONS)
         return next((numbers for numbers in factors if numbers is not None), None)
 
@@ -294,8 +292,8 @@ def locate(name: str | Path) -> Path | None:
         if path.is_dir():
             return _in_folder(path)
         if path.is_file():  # others store them under names of their own
-            with path.open("rb") as file:
-                if named or file.read(4) == MAGIC:
+            with path.open("rb") as raw:
+                if named or raw.read(4) == MAGIC:
                     return path
     if not named:
         return None

@@ -124,7 +124,6 @@ class CudaGraphsRuntime(RuntimeSpec):
     compile: bool = False
 
     def load(self, source: Source) -> Rows:
-        """Load it, and capture passes of one row."""
         if (device := resolve_device(source.device)).type != "cuda":
             raise SettingError(
                 f"runtime cudagraphs needs an NVIDIA GPU, got the device {str(device)!r}; use the "

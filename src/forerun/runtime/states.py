@@ -66,7 +66,6 @@ class States:
         states[place - start] = states[source - start]
 
     def drop(self, row: int) -> None:
-        """Forget what is held of a row."""
         self._held.pop(row, None)
 
 

@@ -70,7 +70,6 @@ class Times:
 
     @classmethod
     def kept(cls, key: str) -> Times:
-        """What is on disk, if anything is."""
         lists = kept_json("timings", key)
         try:
             target, draft = ({(rows, n): float(s) for rows, n, s in shapes} for shapes in lists)

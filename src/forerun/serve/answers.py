@@ -120,7 +120,6 @@ class Answer:
     # --- whole answers ----------------------------------------------------------------------
 
     def whole(self) -> dict[str, Any]:
-        """The answer as one document."""
         choices = [self._choice(i) for i in range(len(self.choices))]
         kind = "chat.completion" if self._plan.chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": self.usage(), **self.extras()}

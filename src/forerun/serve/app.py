@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -84,7 +85,6 @@ class Server:
     # --- generating -------------------------------------------------------------------------
 
     async def plan_chat(self, body: ChatRequest) -> AnswerPlan:
-        """Read a chat request and its tools."""
         may_call = calling(body, self.texts.calls, self.texts.added)
         grammar = may_call.grammar() if may_call else None
         constraint = await self.structures.of(body, grammar)
@@ -323,7 +323,7 @@ def _tokens(app: FastAPI, server: Server) -> None:
         if body.messages is not None:
             turns = [message.plain() for message in body.messages]
             start = body.add_generation_prompt is not False
-            tokens = await texts.run(texts.chat, turns, start)
+            tokens = await texts.run(partial(texts.chat, turns, answer=start))
         else:
             special = body.add_special_tokens is not False
             tokens = await texts.run(texts.encode, str(given[0]), special)

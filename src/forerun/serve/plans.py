@@ -101,10 +101,10 @@ class Planner:
             options.setdefault("reasoning_effort", request.reasoning_effort)
         ids = self._texts.chat(
             messages,
-            request.add_generation_prompt is not False,
-            bool(request.continue_final_message),
-            options,
-            calling.listed if calling else None,
+            answer=request.add_generation_prompt is not False,
+            resume=bool(request.continue_final_message),
+            options=options,
+            tools=calling.listed if calling else None,
         )
         top = (request.top_logprobs or 0) if request.logprobs else None
         wanted = request.max_completion_tokens

@@ -163,13 +163,11 @@ class ResponseAnswer:
         return f"event: {kind}\n".encode() + b"data: " + dumps(value) + b"\n\n"
 
     def opening(self) -> bytes:
-        """Events `created` and `in_progress`."""
         response = self._response("in_progress")
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
     def frame(self, update: Event) -> bytes:
-        """Events of what an event adds: text, or calls."""
         text, _ = self._answer.take(update)
         events = list(self._text(text)) if text else []
         for call, new in self._answer.choices[0].calls:
@@ -222,7 +220,6 @@ class ResponseAnswer:
         yield self._event("response.output_item.done", output_index=at, item=item)
 
     def closing(self) -> bytes:
-        """Events that end the last item and the response."""
         events = [*self._end()]
         if not self._items:
             events += [*self._text(""), *self._end()]

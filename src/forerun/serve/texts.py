@@ -91,7 +91,6 @@ class Texts:
         return [str(name) for name in self._decoder.convert_ids_to_tokens(list(tokens))]
 
     def special(self, token: int) -> bool:
-        """Whether a token never shows as text."""
         return token in self._special
 
     def info(self) -> dict[str, Any]:
@@ -112,19 +111,10 @@ class Texts:
     def chats(self) -> bool:
         return chat.has_template(self.tokenizer)
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        answer: bool = True,
-        resume: bool = False,
-        options: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
         """Token ids of a conversation, as `chat.render`."""
         try:
-            return chat.render(
-                self.tokenizer, messages, answer=answer, resume=resume, tools=tools, options=options
-            )
+            return chat.render(self.tokenizer, messages, **how)
         except SettingError as error:
             raise bad(str(error), "chat_template_kwargs") from error
         except PromptError as error:

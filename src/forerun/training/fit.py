@@ -143,7 +143,6 @@ class Training(ABC, Generic[T]):
             }
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, whole or not at all."""
         state = {
             "of": self._of(),
             "own": {name: p.detach() for name, p in self.own.items()},

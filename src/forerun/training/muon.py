@@ -48,7 +48,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every matrix that has a gradient."""
         for group in self.param_groups:
             shapes: dict[torch.Size, list[torch.Tensor]] = {}
             for p in group["params"]:

@@ -94,7 +94,6 @@ class TrainingSettings:
 
     @property
     def on_encoder(self) -> bool:
-        """Whether the draft reads the states of an encoder."""
         return self.kind in ("shared", "block")
 
     @property

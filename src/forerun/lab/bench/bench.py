@@ -72,7 +72,6 @@ class Results:
 
     @property
     def done(self) -> set[tuple[Any, ...]]:
-        """Keys of the groups that are complete."""
         return {(s["batch"], s["family"], *s["prompts"]) for s in self.document["samples"]}
 
     def add(self, group: Group, runs: dict[str, Run], same: Set[str]) -> None:
@@ -117,7 +116,6 @@ class Results:
         return figures
 
     def write(self) -> None:
-        """Write the file, whole or not at all."""
         write_json(self.folder / FILE, self.document)
         self._written = time.monotonic()
 

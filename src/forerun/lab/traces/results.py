@@ -46,7 +46,6 @@ class Replay:
 
     @property
     def wasted(self) -> IntArray:
-        """Drafted tokens that were not accepted."""
         return self.drafted - self.accepted
 
     def take(self, index: Any) -> Replay:

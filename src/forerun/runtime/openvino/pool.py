@@ -86,7 +86,6 @@ class Pool:
 
     @property
     def tables(self) -> list[list[int]]:
-        """The blocks of each row, in order."""
         return self.blocks.tables
 
     def reserve(self, rows: int, columns: int) -> None:

@@ -86,7 +86,6 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
         self._version += 1
 
     def _tell(self, request: InferRequest, rows: list[int]) -> None:
-        """Say which source each token sees, by its row."""
         tables = [self.sources.tables[row] for row in rows]
         blocks = [block for table in tables for block in table]
         lengths = [self._lengths[row] for row in rows]
