@@ -21,6 +21,8 @@ from forerun.runtime.heads import ExitHeads, load_heads
 from forerun.runtime.layers import LogitLens
 from forerun.types import Stop
 
+DEFAULTS: dict[str, Any] = {"threshold": 0.7, "anneal": 0.5, "width": 6, "bonus": True}
+
 
 def temperature(layer: int, layers: int, anneal: float) -> float:
     """`T_ℓ = 1 + a · (1 − ℓ/L)`, the annealed temperature of the exit at layer ℓ (eq. 1).
@@ -75,20 +77,23 @@ class SpecBoundDrafter(Drafter):
             # All but one token of the text is covered; what is beyond was drafted this round.
             if text is not None and len(text) - 1 - covered >= self._width:
                 asked[row], ended[row] = None, Stop.EXHAUSTED
-        left: list[tuple[list[int], torch.Tensor]] = []
+        out: torch.Tensor | None = None
+        access, vocab = self.executor.access, self.rows.vocab_size
 
         def leave(layer: int, rows: list[int], hidden: torch.Tensor) -> list[bool]:
-            if layer == self.executor.access.layers:
-                logits, sure = self.executor.access.logits(hidden), [True] * len(rows)
+            nonlocal out
+            if layer == access.layers:
+                logits, sure = access.logits(hidden), [True] * len(rows)
             else:
                 logits = self.heads.logits(layer, hidden)
-                heat = temperature(layer, self.executor.access.layers, self._anneal)
+                heat = temperature(layer, access.layers, self._anneal)
                 top = (logits.float() / heat).softmax(-1).amax(-1)
                 sure = (top >= self._threshold).tolist()  # eq. 2
-            if all(sure):
-                left.append((rows, logits))
+            if sum(sure) == len(texts):  # all at the same exit
+                out = spread(logits, self.heads.tokens, vocab)
             elif here := [i for i, yes in enumerate(sure) if yes]:
-                left.append(([rows[i] for i in here], logits[here]))
+                out = logits.new_zeros(len(texts), vocab) if out is None else out
+                out[[rows[i] for i in here]] = spread(logits[here], self.heads.tokens, vocab)
             if layer == self.layers[-1]:
                 for row, yes in zip(rows, sure, strict=True):
                     ended[row] = None if yes else Stop.DIFFICULT
@@ -97,20 +102,7 @@ class SpecBoundDrafter(Drafter):
         ran = any(text is not None for text in asked)
         if ran:
             self.executor.climb(self.rows.lengths, asked, self.layers, leave)
-        return Step(self._spread(left, len(texts)), ended=ended, ran=ran)
-
-    def _spread(
-        self, left: Sequence[tuple[list[int], torch.Tensor]], rows: int
-    ) -> torch.Tensor | None:
-        """`(rows, V)` logits of the rows that left."""
-        vocab = self.rows.vocab_size
-        wide = [(here, spread(logits, self.heads.tokens, vocab)) for here, logits in left]
-        if not wide or len(wide[0][0]) == rows:  # none, or all at the same exit
-            return wide[0][1] if wide else None
-        out = wide[0][1].new_zeros(rows, vocab)
-        for here, logits in wide:
-            out[here] = logits
-        return out
+        return Step(out, ended=ended, ran=ran)
 
 
 @dataclass(frozen=True)
@@ -174,24 +166,20 @@ class SpecBound(DrafterSpec):
             SettingError: depth or exit layers that the target or the heads do not have.
         """
         rows, heads, exits = exits_of(target, self.exits, self.kind)
-        chosen = self
-        if exits:
-            chosen = replace(self, exits=exits)._tuned(getattr(heads, "tuned", {}))
+        chosen = replace(self, exits=exits)._filled(getattr(heads, "tuned", {}))
         layers = chosen.exit_layers(layers_of(rows).access.layers, tuple(heads.layers))
-        threshold, anneal, width = (
-            default if value is None else value
-            for value, default in ((chosen.threshold, 0.7), (chosen.anneal, 0.5), (chosen.width, 6))
-        )
-        bonus = chosen.bonus is not False
-        return SpecBoundDrafter(rows, heads, layers, threshold, anneal, int(width), bonus)
+        how: Any = chosen.threshold, chosen.anneal, chosen.width, chosen.bonus
+        return SpecBoundDrafter(rows, heads, layers, *how)
 
-    def _tuned(self, kept: Mapping[str, Any]) -> SpecBound:
-        """These settings where given, those found for the exit heads elsewhere."""
+    def _filled(self, kept: Mapping[str, Any]) -> SpecBound:
+        """These settings where given, elsewhere those found for the exit heads, or ours."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         if own["layers"] is not None or own["depth"] is not None:  # they belong together
             kept = {k: v for k, v in kept.items() if k not in ("layers", "depth")}
         try:
-            return SpecBound(**{**kept, **{k: v for k, v in own.items() if v is not None}})
+            return SpecBound(
+                **{**DEFAULTS, **kept, **{k: v for k, v in own.items() if v is not None}}
+            )
         except (SettingError, TypeError) as error:
             raise SettingError(f"the settings kept in {self.exits!r} are wrong: {error}") from error
 

@@ -56,13 +56,8 @@ def tokenizer_of(file: GGUF) -> Any:
     types = list(zip(tokens, metadata.get("token_type", ()), strict=False))
     for sort, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER, tokenizer.add_tokens)):
         # At once: each call prepares all there are, 8 s for Gemma 3's 6,400.
-        add(
-            [
-                AddedToken(x, special=sort == _CONTROL, normalized=False)
-                for x, y in types
-                if y == sort
-            ]
-        )
+        own = [token for token, what in types if what == sort]
+        add([AddedToken(x, special=sort == _CONTROL, normalized=False) for x in own])
     named: dict[str, str] = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         place = metadata.get(f"{key}_token_id")
