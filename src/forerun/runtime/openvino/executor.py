@@ -183,12 +183,12 @@ class OpenVINOExecutor(Executor):
         values: dict[str, list[Any]] = {name: [] for name in signals}
         for fed, asked in shares:
             seen = self._pass(starts, fed, asked, parents)
-            best, finite, said = read(seen, signals - {LOGITS})
+            best, finite, measured = read(seen, signals - {LOGITS})
             if LOGITS in signals:  # the next pass overwrites them
-                said[LOGITS] = list(seen if len(shares) == 1 else seen.copy())
+                measured[LOGITS] = list(seen if len(shares) == 1 else seen.copy())
             tokens += best
             sound += finite
-            for name, x in said.items():
+            for name, x in measured.items():
                 values[name] += x
         if len(wanted) == 1:
             return Best([tokens], {name: [x] for name, x in values.items()}, [sound])
