@@ -33,7 +33,7 @@ from forerun.runtime.openvino.core import core  # noqa: E402
 from forerun.runtime.openvino.executor import OpenVINOExecutor  # noqa: E402
 from forerun.runtime.openvino.export import Attention, export, halved  # noqa: E402
 from forerun.runtime.openvino.load import from_model, from_name  # noqa: E402
-from forerun.runtime.openvino.pool import Blocks  # noqa: E402
+from forerun.runtime.openvino.pool import Pool  # noqa: E402
 from forerun.runtime.openvino.weights import fuse, halves, held, hold, is_halved  # noqa: E402
 
 TOLERANCE = 1e-4  # logits here reach about 10; fp32 rounding over two layers stays below 2e-5
@@ -268,17 +268,18 @@ def test_a_row_kept_twice_is_two_rows(model: Any, executor: OpenVINOExecutor) ->
 
 
 def test_blocks() -> None:
-    blocks = Blocks(4)
-    blocks.grow(5)
-    assert blocks.missing([9, 4]) == -1
-    assert blocks.cover([9, 4])
-    assert not blocks.cover([10, 1])  # a shorter row keeps what it has
-    assert (blocks.free, blocks.missing([13, 8])) == (1, 1)
-    blocks.keep([1, 1, 0])
-    assert [len(table) for table in blocks.tables] == [1, 0, 3]
-    assert len({block for table in blocks.tables for block in table}) == 4
-    blocks.keep([1])
-    assert blocks.free == 5
+    pool = Pool([], 5, lambda tensors: None)
+    assert pool.cover([2 * nodes.BLOCK + 1, nodes.BLOCK])
+    assert not pool.cover([2 * nodes.BLOCK + 2, 1])  # a shorter row keeps what it has
+    assert pool.total == 5
+    pool.keep([1, 1, 0], [1, 1, 2 * nodes.BLOCK + 2])  # the copy has the last block
+    assert [len(table) for table in pool.tables] == [1, 1, 3]
+    assert sorted(block for table in pool.tables for block in table) == [*range(5)]
+    assert pool.cover([1, 1, 3 * nodes.BLOCK + 1])
+    assert pool.total == 10
+    pool.keep([1], [1])
+    assert pool.cover([10 * nodes.BLOCK])  # all others' are free
+    assert (pool.total, sorted(pool.tables[0])) == (10, [*range(10)])
 
 
 SIGNALS = frozenset(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.drafters.specbound import SpecBound
+from forerun.drafters.specbound import DEFAULTS, SpecBound
 from forerun.engine import Sampling
 from forerun.errors import SettingError, require
 from forerun.lab.exits.exit_costs import ExitCosts, TimedText, measure, speculating, timed
@@ -32,7 +32,6 @@ SCHEMA = 1
 SHOWN = 8  # settings listed
 MOST_LAYERS = 12  # most exit layers that are tried; of more, evenly spaced ones
 WIDTH = 12  # most tokens per round that are tried
-UNTUNED = 6  # width of `specbound` without settings, which is scored, too
 GRID = tuple(round(0.05 * step, 2) for step in range(21))  # thresholds shown around the best one
 
 
@@ -162,7 +161,7 @@ def untuned(layers: Sequence[int], depths: int, trained: bool) -> Setting | None
         used = SpecBound(exits="trained" if trained else "").exit_layers(depths, tuple(layers))
     except SettingError:  # no head is shallow enough
         return None
-    return Setting(used, 0.7, 0.5, UNTUNED)
+    return Setting(used, *DEFAULTS.values())
 
 
 def candidates(layers: Sequence[int]) -> tuple[int, ...]:
@@ -216,7 +215,7 @@ class Sweep:
         for text in written(model, ((row.ids, row.sampling) for row in prompts)):
             texts.append(text)
             tell("writing", len(texts))
-        widest = max(self._width, UNTUNED)
+        widest = max(self._width, DEFAULTS["width"])
         costs = measure(model, self._fast, heads, layers, texts, widest, partial(tell, "timing"))
         exits = ExitTrace.record(self._access, heads, layers, texts)
         self.search = search = ExitSearch(exits, costs, self._width)

@@ -17,54 +17,10 @@ LARGEST_RESERVE = 1 << 30
 """Bytes of cache that are asked for before they are needed."""
 
 
-class Blocks:
-    """A free list and a table per row of blocks of `size` tokens. A row keeps its blocks when it is
-    rolled back, as it is about to need them again, and gives them back when it leaves."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.total = size, 0
-        self.tables: list[list[int]] = []
-        self._free: list[int] = []
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def grow(self, total: int) -> None:
-        """Have `total` blocks; never fewer than before."""
-        self._free.extend(range(total - 1, self.total - 1, -1))
-        self.total = max(total, self.total)
-
-    def missing(self, ends: Sequence[int]) -> int:
-        """Blocks beyond the free ones that rows of `ends` tokens need."""
-        need = 0
-        for row, end in enumerate(ends):
-            held = len(self.tables[row]) if row < len(self.tables) else 0
-            need += max(0, -(-end // self.size) - held)
-        return need - len(self._free)
-
-    def cover(self, ends: Sequence[int]) -> bool:
-        """Give each row blocks for `ends` tokens, of which enough must be free, and rows that are
-        new a table; whether any changed."""
-        changed = len(ends) > len(self.tables)
-        self.tables += [[] for _ in ends[len(self.tables) :]]
-        for table, end in zip(self.tables, ends, strict=False):
-            while len(table) * self.size < end:
-                table.append(self._free.pop())
-                changed = True
-        return changed
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; the blocks of the others are free. Of a row that is kept
-        twice, the first has its blocks and the others have none."""
-        left = dict(enumerate(self.tables))
-        self.tables = [left.pop(row, []) for row in rows]
-        for table in left.values():
-            self._free.extend(table)
-
-
 class Pool:
-    """A row's keys and values lie in blocks of `BLOCK` tokens; it doubles when it runs out.
+    """Rows' keys and values in blocks of `BLOCK` tokens; the pool doubles when it runs out. A row
+    keeps its blocks when it is rolled back, as it is about to need them again, and gives them back
+    when it leaves.
 
     Args:
         ports: inputs of the graph that are its caches.
@@ -77,35 +33,44 @@ class Pool:
     ) -> None:
         self._ports, self._bind = ports, bind
         self._tensors: list[ov.Tensor] = []
-        self.blocks = Blocks(BLOCK)
+        self.tables: list[list[int]] = []  # the blocks of each row, in order
+        self.total = 0  # blocks
+        self._free: list[int] = []
         self.grow(blocks)
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.get_byte_size() for tensor in self._tensors)
 
-    @property
-    def tables(self) -> list[list[int]]:
-        return self.blocks.tables
-
     def reserve(self, rows: int, columns: int) -> None:
-        most = LARGEST_RESERVE * self.blocks.total // self.nbytes
+        most = LARGEST_RESERVE * self.total // self.nbytes
         self.grow(min(rows * -(-columns // BLOCK), most))
 
     def cover(self, ends: Sequence[int]) -> bool:
-        """Have blocks for rows of so many tokens; whether any row has new ones."""
-        if (missing := self.blocks.missing(ends)) > 0:
-            self.grow(self.blocks.total + max(missing, self.blocks.total))
-        return self.blocks.cover(ends)
+        """Have blocks for rows of so many tokens, and a table for new ones; whether any changed."""
+        held = [*map(len, self.tables), *[0] * (len(ends) - len(self.tables))]
+        lacking = [max(-(-end // BLOCK) - n, 0) for end, n in zip(ends, held, strict=False)]
+        if (more := sum(lacking) - len(self._free)) > 0:
+            self.grow(self.total + max(more, self.total))
+        changed = len(ends) > len(self.tables) or any(lacking)
+        self.tables += [[] for _ in ends[len(self.tables) :]]
+        for table, count in zip(self.tables, lacking, strict=False):
+            table += [self._free.pop() for _ in range(count)]
+        return changed
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """As `Executor.keep`. Of a row that is kept twice the first has its blocks, the others have
+        copies."""
+        left = dict(enumerate(self.tables))
+        self.tables = [left.pop(row, []) for row in rows]
+        for table in left.values():
+            self._free.extend(table)
         twice = [at for at, row in enumerate(rows) if row in rows[:at]]
-        self.blocks.keep(rows)
         if not twice:
             return
         self.cover([n if at in twice else 0 for at, n in enumerate(lengths)])
         for tensor in self._tensors:
-            blocks = _bytes(tensor).reshape(self.blocks.total, -1)
+            blocks = _bytes(tensor).reshape(self.total, -1)
             for at in twice:
                 source, copy = self.tables[rows.index(rows[at])], self.tables[at]
                 blocks[copy] = blocks[source[: len(copy)]]
@@ -143,7 +108,7 @@ class Pool:
 
     def grow(self, blocks: int) -> None:
         """Have at least so many blocks; contents are kept. `ModelError` without memory for them."""
-        if blocks <= self.blocks.total:
+        if blocks <= self.total:
             return
         tensors = []
         try:
@@ -158,7 +123,8 @@ class Pool:
             _bytes(new)[: old.get_byte_size()] = _bytes(old)
         self._bind(tensors)
         self._tensors = tensors
-        self.blocks.grow(blocks)
+        self._free.extend(range(blocks - 1, self.total - 1, -1))
+        self.total = blocks
 
 
 def _bytes(tensor: ov.Tensor) -> NDArray[np.uint8]:
