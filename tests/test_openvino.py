@@ -227,32 +227,32 @@ def test_the_pool_grows_and_is_given_back(model: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("forerun.runtime.openvino.executor.FIRST_BLOCKS", 1)
     executor = from_model(model)
     rows, prompts = Rows(executor), texts(3, 60, 60, 60, 60)
-    small = executor.nbytes
+    small = executor.pool.nbytes
     rows.join(5)
     rows.feed([prompts[0], *(p[:20] for p in prompts[1:])])
     got = rows.feed([[4], *(p[20:] for p in prompts[1:])])
     close(got[0, :1], alone(model, [*prompts[0], 4])[-1:])
     for row in range(1, 5):
         close(got[row], alone(model, prompts[row])[20:])
-    assert executor.nbytes > small
+    assert executor.pool.nbytes > small
     rows.keep([])
-    assert executor.pool.blocks.free == executor.pool.blocks.total
+    assert len(executor.pool._free) == executor.pool.total
 
 
 def test_what_is_reserved_is_bounded(
     executor: OpenVINOExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = executor.nbytes
+    before = executor.pool.nbytes
     monkeypatch.setattr("forerun.runtime.openvino.pool.LARGEST_RESERVE", 2 * before)
     executor.reserve(1000, 64)
-    assert executor.nbytes == 2 * before
+    assert executor.pool.nbytes == 2 * before
 
 
 def test_a_cache_that_memory_does_not_hold(executor: OpenVINOExecutor) -> None:
-    before = executor.nbytes
+    before = executor.pool.nbytes
     with pytest.raises(ModelError, match=r"no memory for a cache of .* use a smaller batch"):
         executor.pool.grow(1 << 40)
-    assert executor.nbytes == before
+    assert executor.pool.nbytes == before
     executor.run([0], [[5]], [1])
 
 

@@ -61,7 +61,7 @@ def test_the_cache_grows_and_keeps_its_contents() -> None:
         for t in tokens:
             t.append(3 + step)
     assert rows.executor.cache.columns > before
-    assert rows.executor.cache.nbytes > 0
+    assert rows.executor.cache.copy_out(0, 0, 1)
     for row, t in enumerate(tokens):
         torch.testing.assert_close(got[row], alone(model, t[:-1])[-1], atol=TOLERANCE, rtol=0)
 

@@ -234,7 +234,7 @@ def checks(batch_size: int = 1, peers: Sequence[Peer] = ()) -> list[tuple[str, s
     """The comparisons of `audit` for each prompt: (check, against)."""
     pairs = [(SPECULATIVE, PLAIN)]
     if batch_size > 1:
-        pairs += [(_together(name, batch_size), PLAIN) for name in (SPECULATIVE, PLAIN)]
+        pairs += [(f"{name}, batch of {batch_size}", PLAIN) for name in (SPECULATIVE, PLAIN)]
     names = [peer.name for peer in peers]
     for peer in peers:
         pairs.append((peer.name, PLAIN))
@@ -323,10 +323,6 @@ def check_common(sampling: Sampling) -> None:
             "with a peer, prompts may set max_new_tokens and repetition_penalty only, "
             f"got {sampling}"
         )
-
-
-def _together(name: str, batch_size: int) -> str:
-    return f"{name}, batch of {batch_size}"
 
 
 @dataclass(frozen=True)

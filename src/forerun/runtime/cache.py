@@ -86,10 +86,6 @@ class Store(Cache):
             for own, new in zip(pair, (keys, values), strict=True):
                 own[row, :, first : first + new.shape[1]] = new
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for pair in self._store.values() for t in pair)
-
 
 class RowCache(Store):
     """A key-value cache whose rows have lengths of their own. A pass announces the rows it is for

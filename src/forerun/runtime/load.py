@@ -34,6 +34,7 @@ INT8 = "model.int8.safetensors"
 without their scales, look for another name."""
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling settings that a model's generation_config may have an opinion on."""
+GENERIC = "PreTrainedTokenizerFast", "TokenizersBackend"  # classes of tokenizers of any family
 LARGEST_HEADER = 1 << 26  # bytes; more says that it is none
 DTYPES = {
     "auto": None,
@@ -226,21 +227,20 @@ def _check_generation_config(name: str | Path) -> None:
     )
     if path is None:
         return
-    wrong = None
     try:
         ids = json.loads(Path(path).read_text(encoding="utf-8")).get("eos_token_id")
         listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed):
-            wrong = f"eos_token_id is {ids!r}, not one or more token ids"
+        if all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed):
+            return
+        wrong = f"eos_token_id is {ids!r}, not one or more token ids"
     except ValueError as error:
         wrong = str(error)
     except AttributeError:
         wrong = "it is not an object"
-    if wrong:
-        raise ModelError(
-            f"generation_config.json of {str(name)!r} cannot be used: {wrong}; repair it, or "
-            "delete it to take the end-of-text ids of config.json"
-        )
+    raise ModelError(
+        f"generation_config.json of {str(name)!r} cannot be used: {wrong}; repair it, or delete it "
+        "to take the end-of-text ids of config.json"
+    )
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
@@ -252,10 +252,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     check_path(name)
     try:
         settings = read_json(Path(name).expanduser() / "tokenizer_config.json")
-        generic = settings.get("tokenizer_class") in (
-            "PreTrainedTokenizerFast",
-            "TokenizersBackend",
-        )
+        generic = settings.get("tokenizer_class") in GENERIC
         if generic and "auto_map" not in settings and _is_plain_llama(name):
             # What `AutoTokenizer` would load. It imports the configuration class of the family, and
             # with it compilers and distributed tensors: 2 to 3 s of CPU time that running a stored

@@ -330,7 +330,12 @@ class Worker:
             del self._tickets[ticket.request]
             if done.error is not None:
                 return ticket, _failed(done)
-            event.completion = _from_its_row(done, event.queued)
+            seconds, first = (  # from when it had a row
+                max(given - event.queued, 0.0)
+                for given in (done.stats.seconds, done.stats.first_token_seconds)
+            )
+            stats = replace(done.stats, seconds=seconds, first_token_seconds=first)
+            event.completion = replace(done, stats=stats)
         try:
             _ = event.pieces
         except Exception as error:  # its tokenizer
@@ -344,14 +349,6 @@ class Worker:
         self._ended = True
         self._tickets.clear()
         self._engine.clear()
-
-
-def _from_its_row(done: Completion, queued: float) -> Completion:
-    """With seconds from when it had a row."""
-    seconds, first = (
-        max(given - queued, 0.0) for given in (done.stats.seconds, done.stats.first_token_seconds)
-    )
-    return replace(done, stats=replace(done.stats, seconds=seconds, first_token_seconds=first))
 
 
 def _failed(done: Completion) -> ApiError:

@@ -8,12 +8,12 @@ is always paired.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,8 @@ class Results:
                 "prompts": [p.id for p in group.prompts],
                 "tokens": [len(t) for t in run.tokens],
                 "identical": equal,
-                "digest": [_digest(t) for t in run.tokens],
+                # So that two runs can be compared without their texts.
+                "digest": [sha256(json.dumps(t).encode()).hexdigest()[:12] for t in run.tokens],
             }
             self.document["samples"].append(json.loads(json.dumps(sample)))
         if time.monotonic() - self._written > SAVE_EVERY:
@@ -219,8 +220,3 @@ def _warm_up(results: Results, group: Group, active: list[Method]) -> None:
     ]
     for method in _able(active, group.batch):
         _try(results, method, short, active)
-
-
-def _digest(tokens: Sequence[int]) -> str:
-    """A short name for an output, so that two runs can be compared without its text."""
-    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:12]

@@ -116,10 +116,6 @@ class OpenVINOExecutor(Executor):
             self.states = States(depths, width)
         return self.states
 
-    @property
-    def nbytes(self) -> int:
-        return self.pool.nbytes
-
     def pad(self, least: int) -> None:
         """Feed no row fewer tokens, and want the logits of no fewer; results stay as they are."""
         self._least = least
