@@ -74,7 +74,7 @@ def test_greedy_text_is_torchs(
     plain = controller == "fixed(0)"
     drafter = NoDraft().build(None, None) if plain else ModelDrafter(draft, target.facts.vocab_size)
     assert texts(target, drafter, prompts, controller, rows) == reference
-    assert target.pool.blocks.free == target.pool.blocks.total
+    assert len(target.pool._free) == target.pool.total
 
 
 def test_a_draft_of_its_own_precision_changes_no_text(
