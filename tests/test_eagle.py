@@ -6,17 +6,21 @@ import math
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from forerun.drafters import DRAFTERS
 from forerun.drafters.eagle import Eagle, EagleDrafter
+from forerun.drafters.model import ModelDraft
+from forerun.drafters.retokenized import TextDrafter
 from forerun.errors import ForerunWarning, ModelError, SettingError
 from forerun.model import Model, drafter_spec
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.drafts import ABOUT, WEIGHTS, About, Tensors, rounded, save_draft
 from forerun.runtime.eagle import EPS, EagleHead
+from forerun.runtime.runtimes import Source, TorchRuntime
 from forerun.testing import ScriptedModel
 from forerun.training import eagle as training
 from forerun.training import fit
@@ -25,6 +29,7 @@ from forerun.training.fit import Document
 from forerun.training.settings import TrainingSettings
 from marks import spread
 from sourced import build as build_encoder_decoder
+from test_retokenized import DRAFT, STORY, TARGET, writes
 from test_states import RUNTIMES, alone
 from tiny import VOCAB, build, texts
 
@@ -156,6 +161,41 @@ def test_greedy_text_is_plain(runtime: str, eight: bool, tmp_path: Path) -> None
         assert [c.tokens for c in done] == [c.tokens for c in plain]
         if controller == "fixed(3)":
             assert sum(c.stats.drafted for c in done) > 60
+
+
+def test_a_draft_by_text_goes_on_with_its_head(tmp_path: Path) -> None:
+    """One pass of the draft a round; then what its head says behind that pass's token."""
+    path, prompts = str(tmp_path), [TARGET.encode(STORY)[:n] for n in (5, 30, 12)]
+    build("llama", vocab_size=len(DRAFT.get_vocab())).save_pretrained(path)
+    DRAFT.save_pretrained(path)
+    head = saved(tmp_path / "eagle")
+    target = writes(TARGET, STORY)
+    with pytest.warns(ForerunWarning, match="drafts by text"):
+        drafter = ModelDraft(path).build(target, TARGET)
+    assert isinstance(drafter, TextDrafter)
+
+    alone, own = TorchRuntime().load(Source(path)), DRAFT.encode(STORY)[:30]
+    eagle = Eagle(head).build(alone, None)
+    alone.join(1)
+    eagle.join([own], 20)
+    first = alone.best([own], [1]).tokens[0][0]
+    wanted = [first, *eagle.likeliest([[*own, first]], [3])[0]]
+    text = TARGET.encode(DRAFT.decode(own))
+    drafter.join([text], 20)
+    for passes in (1, 2):
+        proposal = drafter.propose([text], [4], Mock(clock=float))
+        assert proposal.tokens[0] == drafter._continued(text, DRAFT.decode(wanted))[:4]
+        assert (proposal.steps, drafter.rows.passes) == (4, passes)
+    drafter.keep([])
+
+    def run(drafter: Any, controller: str) -> list[list[int]]:
+        rows = writes(TARGET, STORY)
+        done = Model(rows, drafter).generate(prompts, max_new_tokens=20, controller=controller)
+        return [completion.tokens for completion in done]
+
+    plain = run(DRAFTERS.make("none").build(None, None), "fixed(0)")
+    for controller in ("fixed(4)", "auto"):
+        assert run(drafter, controller) == plain
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "fuse.weight", "embedding.weight"])

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.drafters.base import (
-    Drafter,
     Proposal,
     RowsDrafter,
     Step,
@@ -86,6 +85,23 @@ class EagleDrafter(RowsDrafter):
         self._read(texts, leave=CHUNK)
         return step_by_step(self, texts, most, guide)
 
+    def likeliest(self, texts: Sequence[list[int]], most: Sequence[int]) -> list[list[int]]:
+        """The head's own greedy text behind each row's, at most so many tokens."""
+        self._restore()
+        out: list[list[int]] = [[] for _ in texts]
+        active = [row for row, n in enumerate(most) if n > 0]
+        while active:
+            ahead = [
+                [*text, *out[row]] if row in active else None for row, text in enumerate(texts)
+            ]
+            self._read(ahead, leave=CHUNK)
+            best = self.step(ahead, frozenset()).best
+            assert best is not None
+            for row in active:
+                out[row].append(best.tokens[row][0])
+            active = [row for row in active if len(out[row]) < most[row]]
+        return out
+
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         pieces = self._pieces(texts)
         wanted = [1 if piece else 0 for piece in pieces]
@@ -155,7 +171,7 @@ class Eagle(TrainedDraft):
         folder = self.path or known_head(target)
         return () if folder is None else _depths(folder)
 
-    def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
+    def build(self, target: Rows, target_tokenizer: Any) -> EagleDrafter:
         """The drafter, on the target's states.
 
         Raises:

@@ -102,9 +102,10 @@ class ModelDraft(DrafterSpec):
             another size works on the shared ids.
         trust_remote_code: run modelling code that comes with the checkpoint.
         by: "text" or "tokens", what a draft of another tokenizer drafts by. Text has no holes:
-            indentation that is one token to the target and several to the draft is drafted. Tokens
-            have probabilities, for rules and policies that read them, and at least half of the
-            draft's must be the target's, too.
+            indentation that is one token to the target and several to the draft is drafted; a draft
+            with a head of its own (`eagle` in its folder, or what ships for SmolLM2) writes a token
+            a round, and the head goes on. Tokens have probabilities, for rules and policies that
+            read them, and at least half of the draft's must be the target's, too.
         runtime: what runs it; that of the target.
 
     Reference: Leviathan et al. 2023; Chen et al. 2023. Other tokenizers: Timor et al. 2025,
@@ -128,20 +129,28 @@ class ModelDraft(DrafterSpec):
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """Load the draft beside the target, on its device and in its dtype."""
-        # An executor with a precision of its own is not told the target's.
-        dtype = None if target.facts.executor == "openvino" else target.facts.precision
-        source = Source(self.path, target.device, dtype, self.trust_remote_code, drafts=True)
-        rows = self.runtime.load(source)
+        from forerun.drafters.eagle import Eagle, known_head
+
+        tokenizer, why = None, ""
         if target_tokenizer is not None:
             tokenizer = load_tokenizer(self.path, self.trust_remote_code)
-            if why := difference(target_tokenizer, tokenizer):
-                return self._retokenized(rows, target, (target_tokenizer, tokenizer), why)
+            why = difference(target_tokenizer, tokenizer)
+        head = known_head(self.path) if why and self.by == "text" else None
+        depths = Eagle(head).depths(self.path) if head else ()
+        # An executor with a precision of its own is not told the target's.
+        dtype = None if target.facts.executor == "openvino" else target.facts.precision
+        source = Source(self.path, target.device, dtype, self.trust_remote_code,
+                        drafts=True, depths=depths)  # fmt: skip
+        rows = self.runtime.load(source)
+        if why:
+            return self._retokenized(rows, target, (target_tokenizer, tokenizer), why, head)
         check_encoders(target, rows, self.path)
         return ModelDrafter(rows, target.vocab_size)
 
     def _retokenized(
-        self, rows: Rows, target: Rows, tokenizers: tuple[Any, Any], why: str
+        self, rows: Rows, target: Rows, tokenizers: tuple[Any, Any], why: str, head: str | None
     ) -> Drafter:
+        from forerun.drafters.eagle import Eagle
         from forerun.drafters.retokenized import SharedTokensDrafter, TextDrafter
 
         def gives_back(tokenizer: Any) -> bool:
@@ -159,8 +168,11 @@ class ModelDraft(DrafterSpec):
         warnings.warn(
             f"{what}; it drafts by {self.by}, which costs acceptance", ForerunWarning, stacklevel=5
         )
-        kind = TextDrafter if self.by == "text" else SharedTokensDrafter
-        return kind(rows, target.vocab_size, *tokenizers)
+        if self.by == "tokens":
+            return SharedTokensDrafter(rows, target.vocab_size, *tokenizers)
+        gives = type(rows.executor).tap is not Executor.tap
+        own = Eagle(head).build(rows, tokenizers[1]) if head and gives else None
+        return TextDrafter(rows, target.vocab_size, *tokenizers, own)
 
 
 def check_encoders(target: Rows, draft: Rows, name: str) -> None:

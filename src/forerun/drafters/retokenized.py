@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from forerun.drafters.stepping import step_by_step
 from forerun.errors import ModelError
 from forerun.runtime.base import CHUNK, Rows
 from forerun.types import Stop
+
+if TYPE_CHECKING:
+    from forerun.drafters.eagle import EagleDrafter
 
 LEAST_SHARE = 0.5
 """Of a draft's tokens that its target must have, too, if it drafts by these."""
@@ -60,10 +63,14 @@ class RetokenizedDrafter(RowsDrafter):
             while same < min(len(held), len(ids) - 1) and held[same] == ids[same]:
                 same += 1
             if ids:
-                self.rows.rollback(row, same)
+                self._back_to(row, same)
             out.append(ids)
         self._read(out, leave=CHUNK)
         return out
+
+    def _back_to(self, row: int, length: int) -> None:
+        """The first `length` of the draft's tokens stand."""
+        self.rows.rollback(row, length)
 
     def _fed(self, texts: Sequence[list[int]]) -> list[list[int]]:
         """What is to be fed of texts in the draft's tokens, which are then held."""
@@ -75,10 +82,36 @@ class TextDrafter(RetokenizedDrafter):
     """Drafts by text: what the draft writes greedily is encoded by the target's tokenizer.
 
     Its tokens are certain to the rule: there is no probability of a target's token.
+
+    Args:
+        rows, vocab_size, target, own: as of all of them.
+        head: on the draft's states; it goes on from the draft's first token of a round, unjudged by
+            the draft, for a fraction of the time. None: the draft writes all of them.
     """
 
     has_distribution = False
     blind = True
+
+    def __init__(
+        self, rows: Rows, vocab_size: int, target: Any, own: Any, head: EagleDrafter | None = None
+    ) -> None:
+        super().__init__(rows, vocab_size, target, own)
+        self._head = head
+
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
+        super().join(prompts, room)
+        if self._head is not None:
+            self._head.join(prompts, room)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        super().keep(rows)
+        if self._head is not None:
+            self._head.keep(rows)
+
+    def _back_to(self, row: int, length: int) -> None:
+        super()._back_to(row, length)
+        if self._head is not None:
+            self._head.rollback(row, length)
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """As many of the draft's tokens as are asked for of the target's."""
@@ -102,6 +135,15 @@ class TextDrafter(RetokenizedDrafter):
             if not out.steps:
                 out.first_seconds = guide.clock() - began
             out.steps += 1
+            if active and self._head is not None:
+                left = [
+                    n - len(own) + len(ids) if row in active else 0
+                    for row, (n, own, ids) in enumerate(zip(most, ahead, heads, strict=True))
+                ]
+                more = self._head.likeliest(ahead, left)
+                ahead = [[*own, *new] for own, new in zip(ahead, more, strict=True)]
+                out.steps += max(map(len, more))
+                break
         for row, text in enumerate(texts):
             if text is not None and (drafted := ahead[row][len(heads[row]) :]):
                 written = _decoded(self._tokenizer, drafted)
