@@ -52,12 +52,9 @@ Judgements = dict[int, RowVerdict | Exception]
 
 
 def compare(
-    rows: Sequence[Row],
-    drafts: Sequence[Sequence[int]],
-    best: Best,
-    wanted: Sequence[int],
+    rows: Sequence[Row], drafts: Sequence[Sequence[int]], best: Best, wanted: Sequence[int],
     logits: torch.Tensor | None = None,
-) -> Judgements:
+) -> Judgements:  # fmt: skip
     """The judgement of rows that are certain by a rule that only compares with the arg-max.
 
     `wanted` is per row how many positions of the target's are known: none of a row that is not
@@ -84,15 +81,9 @@ def compare(
 
 
 def overrule(
-    judged: Judgements,
-    rows: Sequence[Row],
-    proposal: Proposal,
-    best: Best,
-    shaped: Any,
-    logits: Callable[[], torch.Tensor],
-    sampler: Sampler,
-    wanted: Sequence[int],
-) -> None:
+    judged: Judgements, rows: Sequence[Row], proposal: Proposal, best: Best, shaped: Any,
+    logits: Callable[[], torch.Tensor], sampler: Sampler, wanted: Sequence[int],
+) -> None:  # fmt: skip
     """Replace what `compare` says by what rules do that do more, where they may do otherwise.
 
     `shaped` are `[row][column]` the `(V,)` logits that `best` is of; `logits` makes what `judge`
@@ -120,12 +111,9 @@ def _draft_entropy(proposal: Proposal, row: int, place: int) -> float:
 
 
 def judge(
-    rows: Sequence[Row],
-    proposal: Proposal,
-    logits: torch.Tensor,
-    sampler: Sampler,
+    rows: Sequence[Row], proposal: Proposal, logits: torch.Tensor, sampler: Sampler,
     wanted: Sequence[int],
-) -> Judgements:
+) -> Judgements:  # fmt: skip
     """The judgement of some rows by each one's own rule, one call per distinct rule, by the raw
     `(rows, max(wanted), V)` logits of the target; `wanted` as in `compare`."""
     judged, width = [row for row, n in enumerate(wanted) if n], max(map(len, proposal.tokens))
@@ -172,13 +160,9 @@ def _unsound(row: Row, accepted: int, excluded: bool) -> Exception:
 
 
 def _per_row(
-    rows: Sequence[Row],
-    verdict: Verdict,
-    members: Sequence[int],
-    proposal: Proposal,
-    logits: torch.Tensor,
-    wanted: Sequence[int],
-) -> Judgements:
+    rows: Sequence[Row], verdict: Verdict, members: Sequence[int], proposal: Proposal,
+    logits: torch.Tensor, wanted: Sequence[int],
+) -> Judgements:  # fmt: skip
     """A verdict on some members of the batch, row by row."""
     accepted, following = verdict.accepted.tolist(), verdict.next_token.tolist()
     probs = verdict.accept_prob.tolist()

@@ -89,12 +89,9 @@ def follow(judged: Judgements, proposal: Proposal, best: Best, wanted: Sequence[
 
 
 def follow_shaped(
-    judged: Judgements,
-    proposal: Proposal,
-    rows: Sequence[Row],
-    tails: Mapping[int, torch.Tensor],
+    judged: Judgements, proposal: Proposal, rows: Sequence[Row], tails: Mapping[int, torch.Tensor],
     sampler: Sampler,
-) -> None:
+) -> None:  # fmt: skip
     """Keep leaves that come next: `tails` are per row `(leaves, V)` raw logits after each."""
     for i in proposal.leaves:
         verdict = judged.get(i)

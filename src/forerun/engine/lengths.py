@@ -231,12 +231,9 @@ class Lengths:
         return count if row.certain else min(count, int(not row.signals & DRAWN))
 
     def observe(
-        self,
-        costs: Costs,
-        rounds: Sequence[RoundOutcome | None],
-        outcome: Outcome,
+        self, costs: Costs, rounds: Sequence[RoundOutcome | None], outcome: Outcome,
         free: Collection[int] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """What became of every row's draft.
 
         Args:

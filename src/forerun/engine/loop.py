@@ -54,6 +54,8 @@ from forerun.runtime.base import (
 from forerun.types import CENSORING, RoundOutcome
 
 NO_SIGNALS: frozenset[str] = frozenset()
+Committed = dict[int, tuple[int, FinishReason | None]]
+"""Per row that got on how many tokens it got, and why it ends, if it does."""
 
 
 class Engine:
@@ -78,16 +80,10 @@ class Engine:
     """Whether a request may run beside those that do; the next one waits until it may."""
 
     def __init__(
-        self,
-        target: Rows | Executor,
-        drafter: Drafter,
-        tokenizer: Any = None,
-        eos: frozenset[int] = frozenset(),
-        max_rows: int = 16,
-        memory: Memory | None = None,
-        meter: Meter | None = None,
-        prefixes: Prefixes | None = None,
-    ) -> None:
+        self, target: Rows | Executor, drafter: Drafter, tokenizer: Any = None,
+        eos: frozenset[int] = frozenset(), max_rows: int = 16, memory: Memory | None = None,
+        meter: Meter | None = None, prefixes: Prefixes | None = None,
+    ) -> None:  # fmt: skip
         require(max_rows >= 1, "batch size", max_rows, "≥ 1")
         self.target = target if isinstance(target, Rows) else Rows(target)
         if drafter.target not in (None, self.target):
@@ -112,13 +108,10 @@ class Engine:
         self._refresh()
 
     def submit(
-        self,
-        request: Request | Sequence[int],
-        sampling: Sampling | None = None,
-        controller: Controller | None = None,
-        rule: AcceptanceRule | None = None,
+        self, request: Request | Sequence[int], sampling: Sampling | None = None,
+        controller: Controller | None = None, rule: AcceptanceRule | None = None,
         since: float | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Queue a request; it joins between rounds. Returns its id.
 
         Takes a `Request`, or its first four fields; `since` is when it was asked for, if not now.
@@ -132,19 +125,14 @@ class Engine:
             assert rule is not None
             request = Request(request, sampling, controller, rule)
         self.check(request)
+        # A target that drafts has read the prompt only after its first pass. Without a bonus every
+        # token shall be judged, the first one, too.
+        soon = request.stream and request.rule.has_bonus
         row = Row(
-            next(self._ids),
-            request,
-            self.tokenizer,
-            self._eos,
-            self.target.vocab_size,
-            self.target.limit,
-            # A target that drafts has read the prompt only after its first pass. Without a bonus
-            # every token shall be judged, the first one, too.
-            rests_first=(request.stream and request.rule.has_bonus)
-            or self.drafter.target is self.target,
+            next(self._ids), request, self.tokenizer, self._eos, self.target.vocab_size,
+            self.target.limit, rests_first=soon or self.drafter.target is self.target,
             submitted=self._clock() if since is None else since,
-        )
+        )  # fmt: skip
         self._waiting.append(row)
         return row.id
 
@@ -157,12 +145,9 @@ class Engine:
         """Refuse what cannot be served, as `submit` would and `Request.check` says, without
         queueing it."""
         request.check(
-            self.target.vocab_size,
-            self.target.limit,
-            self.tokenizer is not None,
-            self.drafter.has_distribution,
-            self.target.facts.source_limit,
-        )
+            self.target.vocab_size, self.target.limit, self.tokenizer is not None,
+            self.drafter.has_distribution, self.target.facts.source_limit,
+        )  # fmt: skip
         split_stops(request.sampling.stop, self.tokenizer)
         bans(request.sampling.bad_words, self.tokenizer, self.target.vocab_size)
 
@@ -245,10 +230,9 @@ class Engine:
         read = {"sources": sources} if sources else {}
         self.target.join(len(joining), room, **read)
         self.drafter.join([row.context for row in joining], longest, **read)
+        took = self._clock() - began
         for row in joining:
-            row.encode = self._clock() - began
-        for row in joining:
-            given, request = row.request.costs, row.request
+            row.encode, given, request = took, row.request.costs, row.request
             changing = not row.certain or not request.rule.lossless
             if given is None and row.sampling.seed is not None and changing:
                 # The same seed, the same text: neither the clock nor neighbours have a say.
@@ -301,12 +285,11 @@ class Engine:
         self._guide = RoundContext(rows, self._lengths, self._sampler, self._clock, trees)
         self._may_exclude = any(row.sampling.excludes for row in rows)
         self._constrained = any(row.place is not None for row in rows)
-        self._scores = any(
-            row.request.logprobs is not None or row.request.keep_logits for row in rows
-        )
-        self._scoring = any(row.request.scores is not None for row in rows)
+        requests = [row.request for row in rows]
+        self._scores = any(one.logprobs is not None or one.keep_logits for one in requests)
+        self._scoring = any(one.scores is not None for one in requests)
         self._compares = self._sampler.all_certain and not self._scores
-        self._only_compares = all(row.request.rule.matches_greedy for row in rows)
+        self._only_compares = all(one.rule.matches_greedy for one in requests)
 
     def _schedule(self) -> Pass:
         """How far each row reads this round: prompts in chunks, under one budget for all."""
@@ -345,20 +328,11 @@ class Engine:
 
     def _verify(self, passed: Pass, proposal: Proposal) -> Judgements:
         """One pass of the target over what each row reads, then its rule's word on the draft."""
-        drafts, rows = proposal.tokens, self._rows
-        fed = [
-            tokens if self._has_bonus(row, proposal) else tokens[:-1]
-            for row, tokens in enumerate(drafts)
-        ]
-        pieces = [
-            [*row.context[covered:n], *tokens]
-            for row, covered, n, tokens in zip(
-                rows, self.target.lengths, passed.upto, fed, strict=True
-            )
-        ]
-        wanted = [
-            len(tokens) + 1 if ready else 0 for tokens, ready in zip(fed, passed.ready, strict=True)
-        ]
+        covered, pieces, wanted = self.target.lengths, list[list[int]](), list[int]()
+        for i, (row, tokens) in enumerate(zip(self._rows, proposal.tokens, strict=True)):
+            fed = tokens if self._has_bonus(i, proposal) else tokens[:-1]
+            pieces.append([*row.context[covered[i] : passed.upto[i]], *fed])
+            wanted.append(len(fed) + 1 if passed.ready[i] else 0)
         began = self._clock()
         judged = self._judge(proposal, pieces, wanted)
         passed.verifying = self._clock() - began
@@ -448,11 +422,9 @@ class Engine:
                 [tokens[:n] for tokens, n in zip(best, wanted, strict=True)],
             )
 
-    def _commit(
-        self, proposal: Proposal, judged: Judgements
-    ) -> dict[int, tuple[int, FinishReason | None]]:
+    def _commit(self, proposal: Proposal, judged: Judgements) -> Committed:
         """Extend every row by what was kept and roll both caches back to it."""
-        out: dict[int, tuple[int, FinishReason | None]] = {}
+        out: Committed = {}
         for i, kept in list(judged.items()):
             row, before = self._rows[i], self._rows[i].produced
             try:
@@ -508,11 +480,7 @@ class Engine:
             self._meter.add(lap)
 
     def _report(
-        self,
-        passed: Pass,
-        proposal: Proposal,
-        judged: Judgements,
-        committed: dict[int, tuple[int, FinishReason | None]],
+        self, passed: Pass, proposal: Proposal, judged: Judgements, committed: Committed
     ) -> list[Event]:
         """Let finished rows leave; one event per row that got on."""
         drafting = self.drafter.seconds - passed.drafter_before

@@ -39,33 +39,19 @@ def lap_of(passed: Pass, proposal: Proposal, now: float, graphs: int) -> Lap:
     free = proposal.free_seconds
     drafting = passed.drafting - reading - free if steps else 0.0
     return Lap(
-        rows=rows,
-        width=passed.costs.width(proposal.widths, rows),
-        tree=bool(proposal.leaves),
-        steps=steps,
-        draft_seconds=drafting,
-        first_step_seconds=proposal.first_seconds,
-        free_steps=proposal.free_steps,
-        free_seconds=free,
-        verify_seconds=passed.verifying,
+        rows=rows, width=passed.costs.width(proposal.widths, rows), tree=bool(proposal.leaves),
+        steps=steps, draft_seconds=drafting, first_step_seconds=proposal.first_seconds,
+        free_steps=proposal.free_steps, free_seconds=free, verify_seconds=passed.verifying,
         other_seconds=now - passed.began - drafting - free - reading - passed.verifying,
-        reading_seconds=reading,
-        reading_tokens=proposal.catch_up_tokens,
-        read_tokens=passed.read_tokens,
-        compiled=graphs > passed.graphs,
-    )
+        reading_seconds=reading, reading_tokens=proposal.catch_up_tokens,
+        read_tokens=passed.read_tokens, compiled=graphs > passed.graphs,
+    )  # fmt: skip
 
 
 def round_of(
-    row: Row,
-    i: int,
-    passed: Pass,
-    proposal: Proposal,
-    kept: RowVerdict,
-    committed: int,
-    seconds: tuple[float, float, float],
-    counters: Mapping[str, int],
-) -> Round:
+    row: Row, i: int, passed: Pass, proposal: Proposal, kept: RowVerdict, committed: int,
+    seconds: tuple[float, float, float], counters: Mapping[str, int],
+) -> Round:  # fmt: skip
     """The round of row `i`, which committed so many tokens."""
     drafted, drift = len(proposal.tokens[i]), None
     if not row.request.rule.lossless:
@@ -82,16 +68,10 @@ def round_of(
         counted["leaves_kept"] = int(kept.leaf is not None)
     drafting, verifying, other = seconds
     return Round(
-        drafted=drafted,
-        accepted=kept.accepted,
-        committed=committed,
-        stopped_by=proposal.stopped_by[i] or Stop.LIMIT,
-        draft_seconds=drafting,
-        verify_seconds=verifying if row.rounds else 0.0,
-        other_seconds=other,
-        drift=drift,
+        drafted, kept.accepted, committed, proposal.stopped_by[i] or Stop.LIMIT, drafting,
+        verify_seconds=verifying if row.rounds else 0.0, other_seconds=other, drift=drift,
         counters=counted,
-    )
+    )  # fmt: skip
 
 
 def event(row: Row, drafted: list[int], first: int, last: int, done: Completion | None) -> Event:

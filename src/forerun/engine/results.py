@@ -151,15 +151,9 @@ class Stats(_Counted):
 
     @classmethod
     def of(
-        cls,
-        rounds: list[Round],
-        prompt_tokens: int,
-        prefill: float,
-        first: float,
-        total: float,
-        cached: int = 0,
-        source: tuple[int, float] | None = None,
-    ) -> Stats:
+        cls, rounds: list[Round], prompt_tokens: int, prefill: float, first: float, total: float,
+        cached: int = 0, source: tuple[int, float] | None = None,
+    ) -> Stats:  # fmt: skip
         """Add up rounds; `source` is its tokens and the seconds to read it, if there is one."""
         names = "drafted", "accepted", "draft_seconds", "verify_seconds", "other_seconds"
         sums: dict[str, Any] = {name: sum(getattr(r, name) for r in rounds) for name in names}

@@ -66,12 +66,9 @@ class Sampler:
         return _Tempering([_GREEDY if noise else s for s, noise in self._pairs])
 
     def process(
-        self,
-        logits: torch.Tensor,
-        texts: Sequence[PenalizedText],
-        drafted: Sequence[Sequence[int]],
-        first: int | None = 0,
-    ) -> torch.Tensor:
+        self, logits: torch.Tensor, texts: Sequence[PenalizedText],
+        drafted: Sequence[Sequence[int]], first: int | None = 0,
+    ) -> torch.Tensor:  # fmt: skip
         """Apply each row's transform.
 
         Args:
@@ -88,13 +85,9 @@ class Sampler:
         return self.sharpen(self.shape(logits, texts, drafted, first))
 
     def shape(
-        self,
-        logits: torch.Tensor,
-        texts: Sequence[PenalizedText],
-        drafted: Sequence[Sequence[int]],
-        first: int | None = 0,
-        own: bool = False,
-    ) -> torch.Tensor:
+        self, logits: torch.Tensor, texts: Sequence[PenalizedText],
+        drafted: Sequence[Sequence[int]], first: int | None = 0, own: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
         """The first half of `process`, with its arguments: all but temperature and truncation; for
         rows that draw by noise truncation, too, and the noise, times the temperature.
 
@@ -284,12 +277,9 @@ class Noise:
 
     @classmethod
     def of(
-        cls,
-        sampling: Sampling,
-        prompt: Sequence[int],
-        source: Sequence[int] | None = None,
+        cls, sampling: Sampling, prompt: Sequence[int], source: Sequence[int] | None = None,
         seed: int | None = None,
-    ) -> Noise | None:
+    ) -> Noise | None:  # fmt: skip
         """What a request draws by, with this seed or its own; None if it is greedy."""
         if sampling.greedy:
             return None
