@@ -819,9 +819,11 @@ def test_products_in_parts_are_as_exact_as_fp32(rank: int) -> None:
 
 
 def test_a_plugin_without_such_products_multiplies_as_before(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(parts, "_PRODUCT", parts._PRODUCT.replace(b"type_relaxed", b"unknown"))
+    unknown = tmp_path / "unknown.xml"
+    unknown.write_text(parts._PRODUCT.read_text().replace("type_relaxed", "unknown"))
+    monkeypatch.setattr(parts, "_PRODUCT", unknown)
     parts.has_matrix_units.cache_clear()
     assert not parts.has_matrix_units()
     parts.has_matrix_units.cache_clear()

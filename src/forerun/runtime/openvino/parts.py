@@ -25,26 +25,7 @@ _ROUNDS = np.array([[[2**16 + 1]], [[2**8 + 1]], [[1]]], np.float32)
 """Factors by which `_rounded` keeps the upper 8 and 16 bits of a number, and all of it."""
 _BEFORE = np.array([[[0]], [[1]], [[1]]], np.float32)
 """Whether a part is what is left after the parts before it."""
-_PRODUCT = b"""<?xml version="1.0"?><net name="product" version="11"><layers>
-<layer id="0" name="x" type="Parameter" version="opset1">
-<data shape="?,?,?" element_type="bf16"/>
-<output><port id="0" precision="BF16"/></output></layer>
-<layer id="1" name="w" type="Parameter" version="opset1">
-<data shape="?,?" element_type="bf16"/>
-<output><port id="0" precision="BF16"/></output></layer>
-<layer id="2" name="product" type="MatMul" version="type_relaxed_opset1">
-<data transpose_a="false" transpose_b="true"
- type_relax="true" input_data_types="" output_data_types="f32"/>
-<input><port id="0" precision="BF16"/><port id="1" precision="BF16"/></input>
-<output><port id="2" precision="FP32"/></output></layer>
-<layer id="3" name="y" type="Result" version="opset1">
-<input><port id="0" precision="FP32"/></input></layer>
-</layers><edges>
-<edge from-layer="0" from-port="0" to-layer="2" to-port="0"/>
-<edge from-layer="1" from-port="0" to-layer="2" to-port="1"/>
-<edge from-layer="2" from-port="2" to-layer="3" to-port="0"/>
-</edges></net>"""
-"""A product of bfloat16 numbers whose output is fp32, which Python cannot make."""
+_PRODUCT = Path(__file__).with_name("product.xml")
 
 
 @cache
@@ -106,7 +87,7 @@ def _parts(x: ov.Node) -> ov.Node:
 
 def _product(x: ov.Output, weights: ov.Output) -> ov.Node:
     _register()
-    ops = core().read_model(_PRODUCT, b"").get_ops()
+    ops = core().read_model(_PRODUCT.read_bytes(), b"").get_ops()
     product = next(node for node in ops if node.get_type_name() == "MatMul")
     product.set_arguments([x, weights])
     product.validate_and_infer_types()
