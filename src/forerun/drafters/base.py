@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from forerun.checks import check, path_or_none
+from forerun.errors import SettingError
 from forerun.types import Array, Stop, Token
 
 if TYPE_CHECKING:
@@ -315,6 +316,12 @@ class TrainedDraft(DrafterSpec):
 
     def folder(self, target: Rows) -> str:
         """Where it is; `SettingError` if there is none."""
-        from forerun.runtime.drafts import draft_folder
+        from forerun.runtime.drafts import own_draft
 
-        return draft_folder(target.facts.name, self.kind, self.path)
+        if (folder := self.path or own_draft(target.facts.name, self.kind)) is None:
+            raise SettingError(
+                f"drafter {self.kind} needs a draft that was trained for its target, and none "
+                f"comes with this one; make one with forerun train-draft {self.kind}, and name its "
+                f"folder: {self.kind}(path='FOLDER')"
+            )
+        return folder

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from forerun.cache import replacing, write_json
-from forerun.errors import ForerunWarning, ModelError, SettingError, first_line
+from forerun.errors import ForerunWarning, ModelError, first_line
 from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.packing import unmapped
 
@@ -198,19 +198,6 @@ def widened(tensors: Mapping[str, torch.Tensor]) -> Tensors:
         for name, tensor in tensors.items()
         if not name.endswith(SCALE)
     }
-
-
-def draft_folder(target: str, kind: str, path: str | None) -> str:
-    """The folder that is named, or the one of this kind in the target's own; `SettingError`
-    without."""
-    folder = path or own_draft(target, kind)
-    if folder is None:
-        raise SettingError(
-            f"drafter {kind} needs a draft that was trained for its target, and none comes with "
-            f"this one; make one with forerun train-draft {kind}, and name its folder: "
-            f"{kind}(path='FOLDER')"
-        )
-    return folder
 
 
 def own_draft(target: str | Path, kind: str) -> str | None:
