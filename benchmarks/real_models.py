@@ -121,6 +121,9 @@ def methods(
     torch.set_num_threads(threads)
     lookup, default = (forerun.load(path, draft, runtime="openvino") for draft in ("lookup", None))
 
+    for model in (lookup, default):
+        model.target.executor.finish()
+
     def own(model: forerun.Model, **more: Any) -> Method:
         def run(text: str, ids: list[int]) -> list[int]:
             seed = sum(text.encode())  # one of each prompt's own

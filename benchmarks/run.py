@@ -40,6 +40,7 @@ from benchmarks import (
     specbound_real,
     speedup,
     starting_lengths,
+    starts,
     sweep,
     translator,
     trees,
@@ -148,6 +149,12 @@ def _starting_pairs(folders: list[Path], prompts: int = 6, tokens: int = 96):
 def _starting_real(model: str, trace: Path, per_kind: int = 3, tokens: int = 48):
     """The replay on a GGUF file's model with its default draft; its texts are kept in a trace."""
     starting_lengths.of_file(model, trace, per_kind, tokens)
+
+
+@app.command("starts")
+def _starts(models: list[Path], turns: int = 3, threads: int = 1):
+    """What a first and a second start of GGUF files cost, beside GenAI and llama.cpp."""
+    starts.main(models, turns, threads)
 
 
 @app.command("plain")

@@ -174,7 +174,36 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
     assert len(request._bound["input_ids"][0]) == 6, "products are over no padding"
     assert list(request._bound["subsequence_begins"][0]) == list(range(0, 14, 2))
     for start in (executor, again):
+        start.finish()
         assert [start._forms.fitting(n).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
+
+
+def test_graphs_for_exactly_so_many_tokens_are_made_when_a_later_start_wants_them(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rounds_inputs():
+        pytest.skip("this CPU rounds no inputs: graphs are not the same to the last bit")
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    first, again = (from_name(file, threads=1) for _ in range(2))
+    assert first.finished
+    assert not again.finished
+    assert again.levels == first.levels
+
+    def last(executor: Any, size: int) -> Any:
+        executor.keep([0], [9])
+        return executor.run([9], [IDS[9 : 9 + size]], [1])[0, 0].numpy()
+
+    for executor in (first, again):
+        executor.run([0], [IDS[:9]], [0])
+    for size in (1, 5):
+        wanted = last(first, size)
+        for _ in range(forms.WANTED):
+            assert again._forms.fitting(max(size, 2)).tokens == 0
+            assert np.array_equal(last(again, size), wanted)
+        forms.BEHIND.submit(int).result()  # what was asked for before is there
+        assert np.array_equal(last(again, size), wanted)
+        assert again._forms.fitting(size).tokens == max(size, 2)
+    assert again.finished
 
 
 def test_smollm2_drafts_for_large_files(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

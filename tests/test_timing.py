@@ -97,6 +97,30 @@ def test_what_passes_take_is_known_and_nothing_is_left_behind() -> None:
         assert model.history == []
 
 
+@pytest.mark.parametrize("slower", [1.2, 3.0])
+def test_passes_that_will_take_less_time_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch, slower: float
+) -> None:
+    state = {"finished": True}
+    monkeypatch.setattr(Slow, "finished", property(lambda _: state["finished"]))
+    monkeypatch.setattr(Slow, "finish", lambda _: state.update(finished=True))
+    state["finished"] = False
+    known, *_ = started()
+    known = known.time()
+    assert state["finished"], "nothing was known"
+    state["finished"] = False
+    timer, *_ = started(lambda n, rows, k: slower * target_cost(n, rows, k))
+    times = timer.time()
+    assert not state["finished"]
+    factor = slower if slower > OFF else 1.0
+    assert times.target == pytest.approx({n: factor * s for n, s in known.target.items()})
+    timer.correct({1: Costs(1.0, ((1, 1.0), (16, 20.0)))})
+    later, *_ = started()
+    assert later.time().target == pytest.approx(known.target), "what is kept is as it was"
+    timer.time(2)
+    assert state["finished"], "rows will share passes"
+
+
 def test_passes_that_are_slow_by_accident_do_not_count() -> None:
     timer, *_ = started(lambda n, rows, k: target_cost(n, rows, k) * (5 if n % 3 == 0 else 1))
     times = timer.time()

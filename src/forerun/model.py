@@ -347,6 +347,7 @@ def load(
     drafter = spec.build(rows, tokenizer)
     model = Model(drafter.target or rows, drafter, tokenizer, chosen, _prefixes(prefix_cache))
     model = _warmed(model) if spec != NoDraft() else model
+    gguf.forget()
     rows.executor.settle()
     return model
 

@@ -307,6 +307,7 @@ def _measure(
     from forerun.lab.provenance import identity, machine
 
     target, drafter = job.model.target, job.model.drafter
+    target.executor.finish()
     provenance = machine(target) | {"target": identity(target), "draft": job.about["draft"]}
     if isinstance(drafter, ModelDrafter):
         provenance["draft"] = identity(drafter.rows)

@@ -157,6 +157,15 @@ class Executor(ABC):
     def settle(self) -> None:
         """Give back memory that only loading took."""
 
+    @property
+    def finished(self) -> bool:
+        """Whether passes take as long as they ever will; `finish` sees to it."""
+        return True
+
+    def finish(self) -> None:
+        """Prepare what is else prepared behind passes, as soon as enough would have used it. Who
+        times passes does so first."""
+
     def module(self) -> Any:
         """The Hugging Face module behind it, or None."""
         return None

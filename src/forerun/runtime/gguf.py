@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -203,6 +203,17 @@ class GGUF:
 def read(path: Path) -> GGUF:
     """Read what comes before the weights; `ModelError` if it is no GGUF file, or cut short."""
     try:
+        about = path.stat()
+        return _read(path, about.st_mtime_ns, about.st_size)
+    except OSError as error:
+        raise ModelError(f"{str(path)!r} cannot be read as a GGUF file: {error}") from error
+
+
+@lru_cache(1)
+def _read(path: Path, *_: int) -> GGUF:
+    """The same of a file that was changed then and has so many bytes: a load reads it in several
+    places, and `forget` gives its 10 MB back."""
+    try:
         with path.open("rb") as raw, mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as data:
             file = _Reader(data).file(path)
     except (OSError, ValueError, struct.error, KeyError, IndexError) as error:
@@ -217,6 +228,9 @@ def read(path: Path) -> GGUF:
             "or get it in one file"
         )
     return file
+
+
+forget = _read.cache_clear
 
 
 class _Reader:

@@ -77,6 +77,11 @@ class Times:
         except (TypeError, ValueError):
             return cls()
 
+    def times(self, factor: float) -> Times:
+        """All so many times as long."""
+        target, draft = ({n: factor * s for n, s in x.items()} for x in (self.target, self.draft))
+        return Times(target, draft)
+
     def keep(self, key: str) -> None:
         """Leave it on disk for later starts on this machine."""
         lists = [[(*shape, s) for shape, s in of.items()] for of in (self.target, self.draft)]
@@ -132,6 +137,10 @@ class PassTimer:
         began = self._clock()
         if not self._key:
             self._begin()
+        if rows > 1:
+            self._finish()
+        if not self._finished:  # what is not known yet is left to a later start
+            return self.times
         self._left = max(SECONDS, PLAIN * self._plain) - (self._clock() - began)
         known = len(self.times.target)
         alone = sorted({1, *(self._target.executor.levels or WIDTHS), WIDEST})
@@ -160,18 +169,31 @@ class PassTimer:
             for width in (n for size, n in times.draft if size == rows):
                 now.draft[rows, width] = steps[width] or times.draft[rows, width]  # 0: not known
         target, draft = _far(now.target, times.target), _far(now.draft, times.draft)
-        if target or draft:
+        if (target or draft) and self._finished:
             self.times = Times(times.target | target, times.draft | draft, times.taken)
             self.times.keep(self._key)
+
+    @property
+    def _finished(self) -> bool:
+        return all(model.executor.finished for model in self._models)
+
+    def _finish(self) -> None:
+        for model in self._models:
+            model.executor.finish()
 
     def _begin(self) -> None:
         """Take a plain pass, and believe what is kept if that says the same."""
         self._key = self._name()
-        with self._joined(1):
-            plain = self._plain = self._rate = self._pass(self._target, 1, 1)
         kept = Times.kept(self._key)
         before = kept.target.get((1, 1), 0.0)
-        if not _far({(1, 1): plain}, {(1, 1): before}):
+        if not before:
+            self._finish()
+        with self._joined(1):
+            plain = self._plain = self._rate = self._pass(self._target, 1, 1)
+        far = _far({(1, 1): plain}, {(1, 1): before})
+        if not self._finished:  # a pass takes longer before; rounds will tell
+            self.times = kept.times(plain / before if far else 1.0)
+        elif not far:
             self.times = kept
             self._rate = min(s / (rows * n) for (rows, n), s in kept.target.items())
         self.times.taken.add((1, 1))

@@ -66,6 +66,8 @@ def measure(
         )
     whole("repeats", repeats, 1)
     _check(model, batches, contexts, wide)
+    for rows in (model.target, drafter.rows):
+        rows.executor.finish()
     models = {"target": identity(model.target), "draft": identity(drafter.rows)}
     about = {**models, "repeats": repeats, **machine(model.target)}
     done: list[tuple[Cell, Spread]] = []

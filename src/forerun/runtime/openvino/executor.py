@@ -59,6 +59,8 @@ class OpenVINOExecutor(Executor):
         group: of inputs that share a scale; None: that of `GROUPS`.
         again: makes such a graph anew, for `tap`; None: this one is kept.
         least: tokens that a row of a pass is padded to; see `pad`.
+        lazy: make graphs for exactly so many tokens when they are wanted; all must compute the
+            same, to the last bit.
 
     Raises:
         SettingError: bf16 with one thread, or on a CPU without instructions for it.
@@ -76,6 +78,7 @@ class OpenVINOExecutor(Executor):
         group: int | None = None,
         again: Callable[[], ov.Model] | None = None,
         least: int = 1,
+        lazy: bool = False,
     ) -> None:
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
@@ -90,12 +93,13 @@ class OpenVINOExecutor(Executor):
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
         self._version = 0  # of the tables
         self._blank = np.zeros(facts.vocab_size, np.float32)
-        self._compile(graph)
+        self._compile(graph, lazy)
 
-    def _compile(self, graph: ov.Model) -> None:
+    def _compile(self, graph: ov.Model, lazy: bool = False) -> None:
         precision = self.facts.precision if self.facts.precision in GROUPS else "fp32"
         options = settings(precision, self.threads, self.group)
-        self._forms = Forms(graph, self.facts, options, self._least)
+        settle = self.settle if lazy else None
+        self._forms = Forms(graph, self.facts, options, self._least, settle)
         self.trees = self._forms.open.trees and not self._forms.most_split
         self.pad(self._least)
         self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)
@@ -103,6 +107,14 @@ class OpenVINOExecutor(Executor):
     def settle(self) -> None:
         """Give back pages of the graph's file, too."""
         let_go(self.entry)
+
+    @property
+    def finished(self) -> bool:
+        return self._forms.finished
+
+    def finish(self) -> None:
+        """Have all graphs."""
+        self._forms.finish()
 
     def tap(self, depths: Sequence[int]) -> States:
         """By an output more of the graphs, which are compiled anew; there must be no rows."""
@@ -125,7 +137,9 @@ class OpenVINOExecutor(Executor):
     def warm(self) -> None:
         """Take the first pass of each graph, which takes several times as long as later ones, and
         of each form of its weights; there must be no rows."""
-        for tokens in (n for n in (1, *(self.levels or PACKED)) if n <= self.facts.limit):
+        for tokens in sorted({1, *(self.levels if self.finished else ()), *PACKED}):
+            if tokens > self.facts.limit:
+                break
             if self.facts.source_limit is not None:
                 self.attend([[0]])
             self.run([0], [[0] * tokens], [tokens])

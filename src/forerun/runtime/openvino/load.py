@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -24,6 +24,7 @@ from forerun.runtime.openvino import store
 from forerun.runtime.openvino.blocks import GROUP, rounds_inputs
 from forerun.runtime.openvino.executor import GROUPS, PRECISIONS, OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import HALF, Widened, export, halved, in_fp32, reason
+from forerun.runtime.openvino.forms import is_packed
 from forerun.runtime.openvino.nodes import attach, tap
 from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
 from forerun.runtime.openvino.weights import hold
@@ -34,6 +35,7 @@ from forerun.runtime.support import refusal
 from forerun.runtime.timing import machine
 
 CPU = torch.device("cpu")
+LAZY = 1  # goes up when what was kept of widths must not be used
 
 
 def from_model(
@@ -178,32 +180,44 @@ def _made(
         raise
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How an executor's passes compute the same."""
+
+    proven: bool  # at an earlier start
+    key: str | None = None  # by which it is kept
+    widths: Sequence[int | None] = ()  # `group` and `least`
+
+
 def _compiled(
     graph: ov.Model,
     facts: Facts,
     threads: int | None,
     entry: str | None,
     again: Callable[[], ov.Model],
-) -> OpenVINOExecutor:
+) -> tuple[OpenVINOExecutor, _Way]:
     """An executor whose passes compute the same whatever their width. How it gets there depends on
-    the machine, takes long to try, and is kept."""
-    about = [entry, facts.precision, threads or torch.get_num_threads(), machine(CPU)]
+    the machine, takes long to try, and is to be kept once the executor is proven."""
+    about = [LAZY, entry, facts.precision, threads or torch.get_num_threads(), machine(CPU)]
     key = sha256(json.dumps(about).encode()).hexdigest()[:32]
     known = kept_json("widths", key) if entry else None
     rounds = GROUPS.get(facts.precision, GROUP) > 0 and rounds_inputs()
     tries = [(None, 2), (0, 1)] if rounds else [(None, 1), (None, 2), (0, 1)]
     for group, least in [known] if known else tries:
+        exact = rounds and group is None and is_packed(facts)  # to the last bit
         try:
             executor = OpenVINOExecutor(
-                graph, facts, threads, group, again if entry else None, least
+                graph, facts, threads, group, again if entry else None, least, exact
             )
         except RuntimeError as error:  # OpenVINO has no other
             raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
-        if known or passes_agree(executor, rounds and group is None):
-            if entry and not known:
-                keep_json("widths", key, [group, least])
-            break
-    return executor
+        if known:
+            return executor, _Way(True)
+        agree = passes_agree(executor, rounds and group is None)
+        executor.finish()
+        if agree and (not exact or passes_agree(executor, True)):
+            return executor, _Way(False, key if entry else None, [group, least])
+    return executor, _Way(False)
 
 
 def _form(precision: str | None) -> str:
@@ -241,10 +255,11 @@ def _executor(
         return attach(stored_again.graph)
 
     graph, width = attach(stored.graph), 0
+    way = _Way(False)
     if facts.source_limit is None:
         if options.depths:
             width = tap(graph, options.depths)
-        executor = _compiled(graph, facts, options.threads, entry, again)
+        executor, way = _compiled(graph, facts, options.threads, entry, again)
     else:
         assert torch_model is not None, "only torch models have encoders"
         executor = SourcedOpenVINOExecutor(
@@ -260,7 +275,10 @@ def _executor(
     executor.memory, executor.entry = stored.memory, entry
     executor.settle()  # before passes pack what compiling has read
     expected = stored.reference
-    probe(executor, reference_of(executor) if expected is None else expected)
+    if expected is not None or not way.proven:  # else it would be compared with itself again
+        probe(executor, reference_of(executor) if expected is None else expected)
+    if way.key:
+        keep_json("widths", way.key, way.widths)
     executor.warm()
     if width:
         executor.states = States(options.depths, width)
