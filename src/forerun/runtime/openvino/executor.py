@@ -113,7 +113,7 @@ class OpenVINOExecutor(Executor):
         return self._forms.finished
 
     def finish(self) -> None:
-        """Have all graphs."""
+        """Compile those for exactly so many tokens that passes have not wanted yet."""
         self._forms.finish()
 
     def tap(self, depths: Sequence[int]) -> States:
