@@ -31,13 +31,14 @@ from forerun.runtime.preview import _gguf, preview
 pytest.importorskip("gguf", reason="needs the package gguf: pip install 'forerun[gguf]'")
 pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
 
-from forerun.runtime.openvino import forms
+from forerun.runtime.openvino import forms, load
 from forerun.runtime.openvino import gguf as reading
 from forerun.runtime.openvino.blocks import rounds_inputs
 from forerun.runtime.openvino.executor import OpenVINOExecutor
 from forerun.runtime.openvino.export import attentions
 from forerun.runtime.openvino.load import from_name
 from forerun.runtime.openvino.nodes import attach
+from forerun.runtime.openvino.parts import narrows
 from gguf_files import LIMIT, SPECIAL, TOKENS, write
 from marks import spread
 
@@ -128,6 +129,37 @@ def test_rows_chunks_and_prefixes_compute_the_same(file: Path) -> None:
     executor.keep([], [])
     executor.copy_in(0, 0, columns)
     assert np.abs(executor.run([20], [IDS[20:]], [1])[0, 0].numpy() - whole[-1]).max() <= tolerance
+
+
+def cache_type(executor: OpenVINOExecutor) -> str:
+    (kind,) = {port.get_element_type().get_type_name() for port in executor._forms.open.ports()}
+    return kind
+
+
+@pytest.mark.skipif(not (rounds_inputs() and narrows()), reason="attention is in float32 here")
+def test_attention_of_blocks_is_in_bfloat16_and_the_same_at_every_width(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where passes differ by their widths, and of weights in full precision, it is in float32."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    for kind in ("F32", "Q4_K"):
+        with torch.no_grad():
+            write(tmp_path / f"{kind}.gguf", "llama", kind)
+    assert cache_type(from_name(tmp_path / "F32.gguf", threads=1)) == "f32"
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "passes_agree", lambda executor, rounds: cache_type(executor) == "f32")
+        assert cache_type(from_name(tmp_path / "Q4_K.gguf", threads=2)) == "f32"
+    executor = from_name(tmp_path / "Q4_K.gguf", threads=1)
+    assert cache_type(executor) == "bf16"
+    ids = (IDS * 3)[: LIMIT - 8]
+    whole = executor.run([0], [ids], [len(ids)])[0]
+    executor.keep([], [])
+    for size in (1, 2, 4, 5, 8, 16, 37, 64):
+        for at in range(0, len(ids), size):
+            piece = ids[at : at + size]
+            beside = executor.run([at, 0], [piece, IDS[:1]], [len(piece), 0])[0]
+            assert torch.equal(beside[: len(piece)], whole[at : at + len(piece)]), size
+        executor.keep([], [])
 
 
 def test_a_row_of_the_whole_context(file: Path) -> None:

@@ -31,7 +31,7 @@ timed before the smallest is known to a hundredth."""
 LOW = 0.25  # quantile of samples taken for the truth: no machine is too fast
 SECONDS, PLAIN = 0.3, 10  # what all this may take before a first round, the longer of these
 OFF = 1.3  # how many times more or less a plain pass may take than is kept; else all is timed anew
-FORMAT = 2  # goes up when what older versions kept must not be used
+FORMAT = 3  # goes up when what older versions kept must not be used
 MARGIN = frozenset({"logit_margin"})  # what `auto` reads of a draft
 
 Shape = tuple[int, int]  # rows of a pass, and tokens in each

@@ -33,6 +33,10 @@ LARGEST_LOGITS = 256 << 20
 GROUPS = {"float32": 0, "bfloat16": 0, "int8": 64}
 """Inputs of a product that share a scale when they are rounded to 8 bits, where the CPU multiplies
 8-bit numbers (VNNI, AMX); 0: none are rounded."""
+NARROW = {"KV_CACHE_PRECISION": "bf16", "SNIPPETS_MODE": "DISABLE"}
+"""Settings for attention in bfloat16. In graphs of fixed shapes the plug-in would compile what
+becomes bfloat16, and round it to the nearest, which its node in the graph for any number of tokens
+does not."""
 PACKED = 2, 16
 """Tokens of passes for which the plug-in packs weights in other forms than for one: few, many."""
 PRECISIONS = {
@@ -61,6 +65,7 @@ class OpenVINOExecutor(Executor):
         least: tokens that a row of a pass is padded to; see `pad`.
         lazy: make graphs for exactly so many tokens when they are wanted; all must compute the
             same, to the last bit.
+        narrow: whether attention and its cache are in bfloat16, whatever the precision.
 
     Raises:
         SettingError: bf16 with one thread, or on a CPU without instructions for it.
@@ -79,11 +84,12 @@ class OpenVINOExecutor(Executor):
         again: Callable[[], ov.Model] | None = None,
         least: int = 1,
         lazy: bool = False,
+        narrow: bool = False,
     ) -> None:
         self.facts, self.device = facts, torch.device("cpu")
         self.threads = threads or torch.get_num_threads()
         self.group = GROUPS.get(facts.precision, GROUP) if group is None else group
-        self._again, self._least = again or graph.clone, least
+        self._again, self._least, self._narrow = again or graph.clone, least, narrow
         self.entry: str | None = None
         """Of the store, whose file the graph's weights are in."""
         self.memory: Any = None
@@ -98,8 +104,10 @@ class OpenVINOExecutor(Executor):
     def _compile(self, graph: ov.Model, lazy: bool = False) -> None:
         precision = self.facts.precision if self.facts.precision in GROUPS else "fp32"
         options = settings(precision, self.threads, self.group)
+        if self._narrow:
+            options |= NARROW
         settle = self.settle if lazy else None
-        self._forms = Forms(graph, self.facts, options, self._least, settle)
+        self._forms = Forms(graph, self.facts, options, self._least, settle, self._narrow)
         self.trees = self._forms.open.trees and not self._forms.most_split
         self.pad(self._least)
         self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)

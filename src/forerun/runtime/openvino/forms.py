@@ -31,6 +31,7 @@ from forerun.runtime.openvino.nodes import (
     SOURCE_ROW,
     TREES,
     caches,
+    narrow_attention,
     pad_attention,
 )
 from forerun.runtime.openvino.parts import has_matrix_units, multiply_in_parts
@@ -301,6 +302,7 @@ class Forms:
         least: tokens that will be the fewest of a pass (`pad`).
         settle: None, or what to call when one was made behind passes: those for exactly so many
             tokens, which then must compute what the open one does, are made when they are wanted.
+        narrow: whether attention is in bfloat16; the settings say so of its caches, too.
     """
 
     def __init__(
@@ -310,12 +312,13 @@ class Forms:
         settings: dict[str, Any],
         least: int = 1,
         settle: Callable[[], None] | None = None,
+        narrow: bool = False,
     ) -> None:
         halved = is_halved(graph)
         large = halved and weighed(facts) > LARGEST_COPIES
         tiled = halved and facts.precision == "float32" and has_matrix_units()
         # bfloat16 products read them as they are, whatever the tokens.
-        narrow = large or not halved or facts.precision == "bfloat16"
+        only_halves = large or not halved or facts.precision == "bfloat16"
 
         @cache
         def widened() -> ov.Model:
@@ -324,16 +327,18 @@ class Forms:
             return wide
 
         def made(tokens: int, in_parts: bool) -> Form:
-            own = (graph if narrow or in_parts or 0 < tokens <= HALVED else widened()).clone()
+            own = (graph if only_halves or in_parts or 0 < tokens <= HALVED else widened()).clone()
             if in_parts:
                 multiply_in_parts(own)
             keep_halves(own)
+            if narrow:
+                narrow_attention(own)
             if least > 1 and not tokens:
                 pad_attention(own)
             return Form(own, facts, settings, tokens)
 
         def compiled(sizes: Sequence[int]) -> list[Form]:
-            if not narrow:
+            if not only_halves:
                 widened()  # once, not in every thread
             return _compiled(lambda n: made(n, tiled and n > HALVED), sizes)
 

@@ -26,6 +26,7 @@ from forerun.runtime.openvino.executor import GROUPS, PRECISIONS, OpenVINOExecut
 from forerun.runtime.openvino.export import HALF, Widened, export, halved, in_fp32, reason
 from forerun.runtime.openvino.forms import is_packed
 from forerun.runtime.openvino.nodes import attach, tap
+from forerun.runtime.openvino.parts import narrows
 from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
 from forerun.runtime.openvino.weights import hold
 from forerun.runtime.padded import facts_of
@@ -35,7 +36,7 @@ from forerun.runtime.support import refusal
 from forerun.runtime.timing import machine
 
 CPU = torch.device("cpu")
-LAZY = 1  # goes up when what was kept of widths must not be used
+LAZY = 2  # goes up when what was kept of widths must not be used
 
 
 def from_model(
@@ -186,7 +187,7 @@ class _Way:
 
     proven: bool  # at an earlier start
     key: str | None = None  # by which it is kept
-    widths: Sequence[int | None] = ()  # `group` and `least`
+    widths: Sequence[int | None] = ()  # `group`, `least` and `narrow`
 
 
 def _compiled(
@@ -202,12 +203,16 @@ def _compiled(
     key = sha256(json.dumps(about).encode()).hexdigest()[:32]
     known = kept_json("widths", key) if entry else None
     rounds = GROUPS.get(facts.precision, GROUP) > 0 and rounds_inputs()
-    tries = [(None, 2), (0, 1)] if rounds else [(None, 1), (None, 2), (0, 1)]
-    for group, least in [known] if known else tries:
+    tries = [(None, 2, False), (0, 1, False)]
+    if not rounds:
+        tries.insert(0, (None, 1, False))
+    elif facts.precision.startswith(("Q", "int4")) and narrows():
+        tries.insert(0, (None, 2, True))
+    for group, least, narrow in [known] if known else tries:
         exact = rounds and group is None and is_packed(facts)  # to the last bit
         try:
             executor = OpenVINOExecutor(
-                graph, facts, threads, group, again if entry else None, least, exact
+                graph, facts, threads, group, again if entry else None, least, exact, narrow
             )
         except RuntimeError as error:  # OpenVINO has no other
             raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
@@ -216,7 +221,7 @@ def _compiled(
         agree = passes_agree(executor, rounds and group is None)
         executor.finish()
         if agree and (not exact or passes_agree(executor, True)):
-            return executor, _Way(False, key if entry else None, [group, least])
+            return executor, _Way(False, key if entry else None, [group, least, narrow])
     return executor, _Way(False)
 
 

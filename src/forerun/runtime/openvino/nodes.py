@@ -9,7 +9,7 @@ of blocks, so rows of any length share a pass, and what lies beyond a row's leng
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -122,17 +122,38 @@ def pad_attention(graph: ov.Model) -> None:
     for node in (padded, unpadded):
         node.output(0).get_tensor().set_names({node.get_friendly_name()})
     first = op.constant(0)
+    _enclose_attention(
+        graph,
+        lambda states: op.gather(states, padded, first),
+        lambda mixed: op.gather(mixed, unpadded, first),
+    )
+    graph.add_parameters([padded, unpadded])
+    graph.validate_nodes_and_infer_types()
+
+
+def narrow_attention(graph: ov.Model) -> None:
+    """Let attention be in bfloat16 and all else of a graph, which is changed, as it was; caches are
+    what the plug-in is told (`KV_CACHE_PRECISION`)."""
+    _enclose_attention(
+        graph, lambda states: op.convert(states, "bf16"), lambda mixed: op.convert(mixed, "f32")
+    )
+    graph.validate_nodes_and_infer_types()
+
+
+Insert = Callable[[ov.Output], ov.Node]
+"""Makes the node that takes an output's place."""
+
+
+def _enclose_attention(graph: ov.Model, before: Insert, behind: Insert) -> None:
+    """Insert nodes where attention reads queries, keys and values, and behind it."""
     for node in graph.get_ops():
         if node.get_type_name() == "PagedAttentionExtension":
             for at in range(3):
-                states = op.gather(node.input_value(at), padded, first)
-                node.input(at).replace_source_output(states.output(0))
+                node.input(at).replace_source_output(before(node.input_value(at)).output(0))
             users = list(node.output(0).get_target_inputs())
-            mixed = op.gather(node.output(0), unpadded, first)
+            mixed = behind(node.output(0)).output(0)
             for user in users:
-                user.replace_source_output(mixed.output(0))
-    graph.add_parameters([padded, unpadded])
-    graph.validate_nodes_and_infer_types()
+                user.replace_source_output(mixed)
 
 
 def tap(graph: ov.Model, depths: Sequence[int]) -> int:

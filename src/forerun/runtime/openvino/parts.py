@@ -29,6 +29,14 @@ _PRODUCT = Path(__file__).with_name("product.xml")
 
 
 @cache
+def narrows() -> bool:
+    """Whether attention of quantised weights may be in bfloat16 on this CPU: it multiplies such
+    numbers, and has no matrix units, where nobody has compared passes of all widths."""
+    own = core().get_property("CPU", "INFERENCE_PRECISION_HINT")  # where the plug-in may choose
+    return bool(own == ov.Type.bf16) and not has_matrix_units()
+
+
+@cache
 def has_matrix_units() -> bool:
     """Whether the plug-in multiplies in parts on matrix units of this CPU."""
     x = op.parameter([16, 64], ov.Type.f32)
