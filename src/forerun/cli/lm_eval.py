@@ -12,18 +12,16 @@ from forerun.cli.shared.models import Models, PolicyOptions, quiet
 from forerun.cli.shared.options import PROMPTS, Fields, option
 from forerun.cli.shared.report import claim, print_json, save_json
 
-RUNTIME = "What runs the models: torch (lm-eval's own model class, attached), or openvino."
-
 
 @options.command
 def lm_eval(
-    tasks: Annotated[str, option("NAME,...", "Tasks of lm-evaluation-harness.", panel=PROMPTS)],
+    tasks: Annotated[str, option("NAME,...", panel=PROMPTS)],
     models: Annotated[Models, Fields(Models, only=("target", "draft", "dtype"))],
     policy: Annotated[PolicyOptions, Fields(PolicyOptions, only=("controller", "rule"))],
-    runtime: Annotated[str, option("SPEC", RUNTIME, panel=options.MODELS)] = "torch",
+    runtime: Annotated[str, option("SPEC", panel=options.MODELS)] = "torch",
     include_path: Annotated[str | None, option("DIR", panel=PROMPTS)] = None,
     limit: Annotated[int | None, option("N", panel=PROMPTS)] = None,
-    batch_size: Annotated[int, option("B", "Texts decoded together.", panel=PROMPTS)] = 16,
+    batch_size: Annotated[int, option("B", panel=PROMPTS)] = 16,
     output: Annotated[str | None, options.output("FILE", "Also save the results as JSON.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -33,8 +31,11 @@ def lm_eval(
     costs on a task. Tasks that score given texts see no rule.
 
     Args:
+        tasks: tasks of lm-evaluation-harness.
+        runtime: what runs the models: torch (lm-eval's own model class, attached), or openvino.
         include_path: a folder of further tasks.
         limit: only the first N documents of each task.
+        batch_size: texts decoded together.
     """
     whole("batch_size", batch_size, 1)
     claim(output)

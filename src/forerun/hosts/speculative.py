@@ -133,10 +133,9 @@ class PreparedCall:
 
     def returned(self, done: list[Completion]) -> Any:
         """Ids, or the object that `return_dict_in_generate` asks for."""
-        config, ids, tokens = self.config, self.ids, [completion.tokens for completion in done]
-        longest = max(map(len, tokens))
-        padded = [[*row, *[self.pad] * (longest - len(row))] for row in tokens]
-        sequences = torch.cat([ids, ids.new_tensor(padded)], 1)
+        config, ids = self.config, self.ids
+        places = [*zip_longest(*(completion.tokens for completion in done), fillvalue=self.pad)]
+        sequences = torch.cat([ids, ids.new_tensor(places).T], 1)
         columns = [completion.columns for completion in done if completion.columns is not None]
         cache = cache_of(columns, self.kept, self.cache) if len(columns) == len(done) else None
         if not config.return_dict_in_generate:
@@ -146,7 +145,7 @@ class PreparedCall:
             known = [torch.stack(list(completion.logits or ())).float() for completion in done]
             logits = pad_sequence(known, batch_first=True).to(ids.device).unbind(1)
         if config.output_scores:
-            beginnings = (sequences[:, : ids.shape[1] + place] for place in range(longest))
+            beginnings = (sequences[:, :n] for n in range(ids.shape[1], sequences.shape[1]))
             scores = tuple(map(self.processors, beginnings, (raw.clone() for raw in logits or ())))
         coder = "DecoderOnly" if self.source is None else "EncoderDecoder"
         kind = getattr(generation, f"Generate{coder}Output")
@@ -238,7 +237,7 @@ class Speculative:
         every module's mode is as it was."""
         with self._lock:
             if not self._users:
-                roots = [m for m in (model, self.draft) if isinstance(m, torch.nn.Module)]
+                roots = (m for m in (model, self.draft) if isinstance(m, torch.nn.Module))
                 self._training = [m for root in roots for m in root.modules() if m.training]
             self._users += 1
         try:
