@@ -80,10 +80,13 @@ class GrowingTable:
 
 def fingerprint(tokenizer: Any) -> str:
     """A name for what a tokenizer's ids mean."""
-    size, name = _FINGERPRINTS.get(tokenizer, (0, ""))
-    if size != len(tokenizer):
-        vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-        name = hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
+    with suppress(TypeError):  # one without a length or weak references
+        size, name = _FINGERPRINTS.get(tokenizer, (0, ""))
+        if size == len(tokenizer):
+            return name
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    name = hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
+    with suppress(TypeError):
         _FINGERPRINTS[tokenizer] = len(tokenizer), name
     return name
 
