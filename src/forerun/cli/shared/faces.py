@@ -327,6 +327,7 @@ def warm_up(job: Job, prompt: Prompt) -> None:
     """A few tokens both ways, so that first-time costs fall on neither measurement."""
     short = replace(prompt.sampling, max_new_tokens=12, min_new_tokens=0)
     with status("warming up"):
+        job.model.target.executor.finish()
         for plain in (False, True):
             job.model.generate([prompt.ids], controller=job.controller, sampling=short, plain=plain,
                                rule=None if plain else job.rule)  # fmt: skip
