@@ -103,7 +103,12 @@ def test_passes_that_will_take_less_time_are_not_timed(
 ) -> None:
     state = {"finished": True}
     monkeypatch.setattr(Slow, "finished", property(lambda _: state["finished"]))
-    monkeypatch.setattr(Slow, "finish", lambda _: state.update(finished=True))
+
+    def finish(model: Slow) -> None:
+        model._machine.now += 0 if state["finished"] else 4
+        state["finished"] = True
+
+    monkeypatch.setattr(Slow, "finish", finish)
     state["finished"] = False
     known, *_ = started()
     known = known.time()
@@ -117,8 +122,9 @@ def test_passes_that_will_take_less_time_are_not_timed(
     timer.correct({1: Costs(1.0, ((1, 1.0), (16, 20.0)))})
     later, *_ = started()
     assert later.time().target == pytest.approx(known.target), "what is kept is as it was"
-    timer.time(2)
+    shared = timer.time(2).target
     assert state["finished"], "rows will share passes"
+    assert {(2, 1), (2, 4)} <= set(shared), "what finishing takes is not taken from their time"
 
 
 def test_passes_that_are_slow_by_accident_do_not_count() -> None:

@@ -125,7 +125,7 @@ class PassTimer:
     ) -> None:
         self._target, self._draft, self._clock = target, draft, clock
         self._models = [target] if draft is None else [target, draft]
-        self._key = ""
+        self._key, self._kept = "", Times()
         self._plain = self._left = self._rate = 0.0
         """Seconds of a plain pass, those that may yet be spent, and the least that a token took in
         any pass."""
@@ -134,11 +134,16 @@ class PassTimer:
     def time(self, rows: int = 1) -> Times:
         """Time passes of up to so many rows, but for shapes that are known, while time is left. The
         others are timed at a later start, and by rounds as they come."""
+        first = not self._key
+        if first:
+            self._key = self._name()
+            self._kept = Times.kept(self._key)
+        if rows > 1 or not self._kept.target:
+            for model in self._models:
+                model.executor.finish()
         began = self._clock()
-        if not self._key:
+        if first:
             self._begin()
-        if rows > 1:
-            self._finish()
         if not self._finished:  # what is not known yet is left to a later start
             return self.times
         self._left = max(SECONDS, PLAIN * self._plain) - (self._clock() - began)
@@ -177,23 +182,15 @@ class PassTimer:
     def _finished(self) -> bool:
         return all(model.executor.finished for model in self._models)
 
-    def _finish(self) -> None:
-        for model in self._models:
-            model.executor.finish()
-
     def _begin(self) -> None:
         """Take a plain pass, and believe what is kept if that says the same."""
-        self._key = self._name()
-        kept = Times.kept(self._key)
-        before = kept.target.get((1, 1), 0.0)
-        if not before:
-            self._finish()
         with self._joined(1):
             plain = self._plain = self._rate = self._pass(self._target, 1, 1)
+        kept, before = self._kept, self._kept.target.get((1, 1), 0.0)
         far = _far({(1, 1): plain}, {(1, 1): before})
-        if not self._finished:  # a pass takes longer before; rounds will tell
-            self.times = kept.times(plain / before if far else 1.0)
-        elif not far:
+        if not self._finished and far:  # a pass takes longer before; rounds will tell
+            kept = kept.times(plain / before)
+        if not (self._finished and far):
             self.times = kept
             self._rate = min(s / (rows * n) for (rows, n), s in kept.target.items())
         self.times.taken.add((1, 1))
