@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,15 @@ def packer(tmp_path_factory: pytest.TempPathFactory) -> Packer:
     )
     tokenizer = prepare_tokenizer(tmp_path_factory.mktemp("tokenizer"), pool, TINY, 0)
     return Packer(tokenizer, pool, TINY, 5)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several may add gradients up in another order each time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def run(data: Path, out: Path, steps: int | None, decay: int | None = None, **begin: Any) -> Run:
