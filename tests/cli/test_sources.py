@@ -118,7 +118,7 @@ def test_the_shipped_digest_likewise(forerun, tmp_path):
     done = forerun("audit", "--target", "digest", "--device", "cpu", "--limit", "2")
     assert done.code == 0, done.err
     listed = forerun("list", "models").out
-    assert "made-up passages to one line: --target digest" in " ".join(listed.split())
+    assert "made-up passages to one line, by --target digest" in " ".join(listed.split())
 
 
 def test_the_shipped_translator_needs_no_more_than_its_name(forerun, tmp_path):
