@@ -449,8 +449,8 @@ class Forms:
 
     def _order(self) -> None:
         exact = sorted(self._exact, key=lambda form: form.tokens)
-        narrow = HALVED if self._wide else -1
-        self._fitting = [self.open] * (1 + max([narrow, *(form.tokens for form in exact)]))
+        halved = HALVED if self._wide else -1
+        self._fitting = [self.open] * (1 + max([halved, *(form.tokens for form in exact)]))
         for form in reversed(exact):  # padding costs less than open shapes between two weights
             self._fitting[1 : form.tokens + 1] = [form] * form.tokens
         last = {n for n, form in enumerate(self._fitting) if n and self._there(n + 1) is not form}
