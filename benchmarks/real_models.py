@@ -5,7 +5,7 @@ prompts of eight kinds, in turns, tokens/s with the prompt.
 ``--sampled T`` forerun alone, greedy and at temperature T (SmolLM2's card: 0.2), top_p 0.9 and a
 seed of each prompt's own; with ``--long`` prompts of 2,000 and 6,000 tokens. Peers are there if
 their packages `openvino-genai` and `xllamacpp` are. Text that runs in circles flatters lookups: the
-share of repeated 4-grams is beside each kind.
+share of repeated 4-grams is beside each kind and below each method, whose texts differ.
 
 Kinds may be measured by several processes on cores of their own: ``--kinds story,json --save
 A.json`` in each, then ``--merge A.json B.json ...`` prints the table of all.
@@ -250,11 +250,17 @@ def show(runs: Runs, title: str) -> None:
     print("| × plain | " + " | ".join(f"{x:.2f}" for x in ratios) + " | |")
     cpu = [mean([1e3 * a.cpu / len(a.tokens) for a in every[n]]) for n in names]
     print("| CPU ms per token | " + " | ".join(f"{x:.1f}" for x in cpu) + " | |")
+    again = [sum(repeated(a.tokens) for a in every[n]) / len(every[n]) for n in names]
+    print("| repeated 4-grams | " + " | ".join(f"{x:.0%}" for x in again) + " | |")
     for plain in ("plain", "plain sampled"):
         own = [n for n in names if n in OWN and n.endswith("sampled") == plain.endswith("sampled")]
         pairs = [zip(every[n], every[plain], strict=True) for n in own if n != plain]
         if same := [a.tokens == b.tokens for pair in pairs for a, b in pair]:
             print(f"\nidentical to {plain}: {sum(same)} of {len(same)}")
+    if "GenAI lookup" in names:
+        both = zip(every["GenAI lookup"], every["GenAI"], strict=True)
+        same = [a.tokens == b.tokens for a, b in both]
+        print(f"GenAI's lookup, identical to GenAI: {sum(same)} of {len(same)}")
     if "auto sampled" in names:
         print(f"auto sampled over plain sampled: {paired(speeds, 'auto sampled', 'plain sampled')}")
         gains = {
