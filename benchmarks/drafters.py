@@ -70,9 +70,7 @@ def main(
     settings = {"prompts": prompts, "tokens": tokens, "processor_time": cpu}
     results = resumed(name, **settings)
     for drafter in [drafter for drafter in drafts if drafter not in results]:
-        # EAGLE-3's head shares its target's embeddings, which torch alone shows.
-        on_torch = not target or drafter == "eagle3"
-        how: dict[str, Any] = {"dtype": "float32", "runtime": "torch"} if on_torch else {}
+        how: dict[str, Any] = {} if target else {"dtype": "float32", "runtime": "torch"}
         with _kept(cpu or not timed):
             if timed:
                 model, results[drafter] = _live(target, drafts[drafter], how, prompts, tokens)

@@ -130,15 +130,18 @@ def test_greedy_text_is_plain(name: str, tmp_path: Path) -> None:
             assert sum(c.stats.drafted for c in done) > 60
 
 
-@pytest.mark.slow
-def test_a_target_on_openvino_has_its_head_on_torch() -> None:
+def test_on_openvino_the_target_lends_its_embeddings(tmp_path: Path) -> None:
     model, prompts = build("llama"), texts(5, 9)
     how: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "controller": "fixed(3)"}
-    rows = RUNTIMES["openvino"](model)
+    rows, path = RUNTIMES["openvino"](model), authors_layout(tmp_path / "own")
+    drafter = drafter_of(path, rows)
+    assert torch.equal(drafter._head.table, model.get_input_embeddings().weight)
     plain = Model(rows, DRAFTERS.make("none").build(None, None)).generate(prompts, **how)
-    done = Model(rows, drafter_of(str(DATA / "llama"), rows)).generate(prompts, **how)
+    done = Model(rows, drafter).generate(prompts, **how)
     assert [c.tokens for c in done] == [c.tokens for c in plain]
     assert sum(c.stats.drafted for c in done) > 20
+    with pytest.raises(SettingError, match="does not show; use torch or openvino"):
+        ScriptedModel(torch.eye(4)).embeddings()
 
 
 def test_both_layouts_are_one_head(tmp_path: Path) -> None:

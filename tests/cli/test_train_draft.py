@@ -190,6 +190,7 @@ def test_an_adapter_learns_and_goes_on(adapt, tmp_path):
     assert "going on at step 2" in on.err
     log = [json.loads(s) for s in (tmp_path / "adapter" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log] == list(range(1, 81))
+    assert [line["step"] for line in log if "held_out" in line] == [1, 2, *range(10, 81, 10)]
     assert log[-1]["loss"] < 0.7 * log[0]["loss"]
     again = adapt("--lr", "0.01", "--steps", "80", "--json")
     assert again.json["held_out"] == on.json["held_out"]

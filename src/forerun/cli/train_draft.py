@@ -100,7 +100,7 @@ def train_draft(
 
     def records() -> Iterator[dict[str, Any]]:
         for record in draft.train(learnt):
-            if draft.step % 200 == 0:
+            if draft.step % min(200, -(-settings.steps // 8)) == 0:
                 record["held_out"] = draft.agreement(unseen)
             yield record
 

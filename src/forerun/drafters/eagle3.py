@@ -27,7 +27,6 @@ class Eagle3(TrainedDraft):
     summary: ClassVar[str] = "a published EAGLE-3 head (speculators, or its authors' layout) drafts"
     paper: ClassVar[str] = "Li et al. 2025 (EAGLE-3)"
     bibtex: ClassVar[str] = "eagle32025"
-    on_torch: ClassVar[bool] = True
     kind: ClassVar[str] = "eagle3"
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:

@@ -170,6 +170,13 @@ class Executor(ABC):
         """The Hugging Face module behind it, or None."""
         return None
 
+    def embeddings(self) -> torch.Tensor:
+        """The `(V, H)` table of a model without a module, by which it reads tokens."""
+        raise SettingError(
+            f"this draft reads the target's embeddings, which the runtime "
+            f"{self.facts.executor or 'of this target'} does not show; use torch or openvino"
+        )
+
     def attend(self, sources: Pieces) -> None:
         """Read the sources of the rows that join next, before their first pass. Only of executors
         whose facts have a `source_limit`; `keep` keeps sources, too."""

@@ -125,14 +125,14 @@ def load_head(
     vocab = target.vocab_size
     table = tensors.pop("embed_tokens.weight", None)
     if table is None:
-        table = _of_target(folder, target, "get_input_embeddings", "embeddings")
+        model, own_table = target.executor.module(), target.executor.embeddings
+        table = dense(model.get_input_embeddings().weight).detach() if model else own_table()
     shift = tensors.pop("d2t", None)
     own = _renamed(folder, tensors)
     count = vocab if shift is None else len(shift)
     tokens = torch.arange(count) + (0 if shift is None else shift.long().cpu())
     if "unembedding.weight" not in own:
-        whole = _of_target(folder, target, "get_output_embeddings", "unembedding")
-        own["unembedding.weight"] = whole[tokens.to(whole.device)].float()
+        own["unembedding.weight"] = _said(folder, target, tokens)
     if len(table) < vocab or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
         raise ModelError(
             f"the head in {folder!r} is of another target: it reads {len(table)} tokens and says "
@@ -255,16 +255,15 @@ def _renamed(folder: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     return out
 
 
-def _of_target(folder: str, target: Rows, method: str, what: str) -> torch.Tensor:
-    """A table that a head shares with its target."""
-    model = target.executor.module()
-    if model is None:
+def _said(folder: str, target: Rows, tokens: torch.Tensor) -> torch.Tensor:
+    """The rows of its target's unembedding by which a head that has none of its own says tokens."""
+    if (model := target.executor.module()) is None:
         raise SettingError(
-            f"the head in {folder!r} shares its target's {what}, which the runtime "
+            f"the head in {folder!r} shares its target's unembedding, which the runtime "
             f"{target.facts.executor} does not show; use the runtime torch"
         )
-    table: torch.Tensor = dense(getattr(model, method)().weight).detach()
-    return table
+    whole: torch.Tensor = dense(model.get_output_embeddings().weight).detach()
+    return whole[tokens.to(whole.device)].float()
 
 
 def _unread(folder: str, what: str) -> ModelError:

@@ -19,7 +19,7 @@ from forerun.runtime.best import read
 from forerun.runtime.openvino.blocks import GROUP
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.forms import HALVED, Forms, spans
-from forerun.runtime.openvino.nodes import tap
+from forerun.runtime.openvino.nodes import lookup, tap
 from forerun.runtime.openvino.pool import Pool
 from forerun.runtime.openvino.store import let_go
 from forerun.runtime.states import States
@@ -135,6 +135,12 @@ class OpenVINOExecutor(Executor):
             self.settle()
             self.states = States(depths, width)
         return self.states
+
+    def embeddings(self) -> torch.Tensor:
+        """Of all ids, looked up by the graph."""
+        part = core().compile_model(lookup(self._again()), "CPU")
+        table = part(np.arange(self.facts.vocab_size)[:, None])[0]
+        return torch.from_numpy(table.reshape(self.facts.vocab_size, -1).copy())
 
     def pad(self, least: int) -> None:
         """Feed no row fewer tokens, and want the logits of no fewer; results stay as they are."""

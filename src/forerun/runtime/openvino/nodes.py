@@ -17,7 +17,7 @@ import openvino as ov
 import openvino.opset15 as op
 
 from forerun.errors import MissingExtraError, UnsupportedModelError
-from forerun.runtime.openvino.export import PLACEHOLDER, Attention, attentions
+from forerun.runtime.openvino.export import INPUTS, PLACEHOLDER, Attention, attentions
 from forerun.runtime.openvino.ports import replace
 from forerun.runtime.states import check_depths
 
@@ -197,6 +197,18 @@ def tap(graph: ov.Model, depths: Sequence[int]) -> int:
     graph.add_results([op.result(states)])
     graph.validate_nodes_and_infer_types()
     return int(width)
+
+
+def lookup(graph: ov.Model) -> ov.Model:
+    """The part of a graph in which ids become embeddings."""
+    ids = next(port for port in graph.inputs if port.get_any_name() == INPUTS[0])
+    ports = [ids]
+    for port in ports:
+        for node in (user.get_node() for user in port.get_target_inputs()):
+            if node.get_type_name() == "Gather" and node.get_output_element_type(0).is_real():
+                return ov.Model([op.convert(node, "f32")], [ids.get_node()], "embeddings")
+            ports += node.outputs()
+    raise UnsupportedModelError("this graph looks up no tokens")
 
 
 def _residual(node: ov.Node) -> ov.Node:
