@@ -210,14 +210,14 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
         assert [start._forms.fitting(n).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
 
 
-def test_graphs_for_exactly_so_many_tokens_are_made_when_a_later_start_wants_them(
+def test_graphs_for_exactly_so_many_tokens_are_made_when_passes_want_them(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not rounds_inputs():
         pytest.skip("this CPU rounds no inputs: graphs are not the same to the last bit")
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     first, again = (from_name(file, threads=1) for _ in range(2))
-    assert first.finished
+    assert not first.finished
     assert not again.finished
     assert again.levels == first.levels
 
@@ -236,6 +236,41 @@ def test_graphs_for_exactly_so_many_tokens_are_made_when_a_later_start_wants_the
         assert np.array_equal(last(again, size), wanted)
         assert again._forms.fitting(size).tokens == max(size, 2)
     assert again.finished
+
+
+@pytest.mark.parametrize("wrong", [2, 5])
+def test_a_graph_that_computes_something_else_is_never_used(
+    wrong: int, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even in the last bit; it is compared once, and not made again."""
+    if not rounds_inputs():
+        pytest.skip("this CPU rounds no inputs: graphs are not the same to the last bit")
+    run, compare = forms.Form.run, forms._equal
+    compared: list[int] = []
+
+    def differing(self: Any, *args: Any) -> Any:
+        out = run(self, *args)
+        return np.nextafter(out, np.float32(np.inf)) if self.tokens == wrong else out
+
+    def counted(both: Any, text: Any) -> bool:
+        compared.append(both[1].tokens)
+        return compare(both, text)
+
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    monkeypatch.setattr(forms.Form, "run", differing)
+    monkeypatch.setattr(forms, "_equal", counted)
+    used = {2: [5] * 5, 5: [2, 2, 0, 0, 0]}[wrong]
+    for lacking in ({2, 5}, {2, 5} - {wrong}):
+        executor = from_name(file, threads=1)
+        assert set(executor._forms._lacking) == lacking
+        whole = executor.run([0], [IDS[:12]], [12])[0]
+        executor.keep([0], [7])
+        executor.finish()  # while a row is there
+        assert executor.finished
+        assert [executor._forms.fitting(n).tokens for n in range(1, 6)] == used
+        for size in (1, 2, 5):
+            assert torch.equal(executor.run([7], [IDS[7 : 7 + size]], [1])[0, 0], whole[6 + size])
+    assert sorted(compared) == [2, 5]
 
 
 def test_smollm2_drafts_for_large_files(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,10 +109,7 @@ def test_passes_that_will_take_less_time_are_not_timed(
         state["finished"] = True
 
     monkeypatch.setattr(Slow, "finish", finish)
-    state["finished"] = False
-    known, *_ = started()
-    known = known.time()
-    assert state["finished"], "nothing was known"
+    known = started()[0].time()
     state["finished"] = False
     timer, *_ = started(lambda n, rows, k: slower * target_cost(n, rows, k))
     times = timer.time()
@@ -125,6 +122,33 @@ def test_passes_that_will_take_less_time_are_not_timed(
     shared = timer.time(2).target
     assert state["finished"], "rows will share passes"
     assert {(2, 1), (2, 4)} <= set(shared), "what finishing takes is not taken from their time"
+
+
+def test_what_is_timed_before_all_graphs_are_there_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A first start times its passes and waits for nothing; rounds say what to keep."""
+    state = {"finished": False}
+    monkeypatch.setattr(Slow, "finished", property(lambda _: state["finished"]))
+    monkeypatch.setattr(Slow, "finish", lambda _: state.update(finished=True))
+    for _ in range(2):
+        timer, *_ = started()
+        first = timer.time()
+        assert set(first.target) == {(1, n) for n in (1, 2, 4, 5, 8, 16)}
+        assert not state["finished"]
+        timer.correct({1: Costs(2e-5, ((1, 3e-4), (16, 4.8e-3)))})
+    state["finished"] = True
+    timer.correct({1: Costs(2e-5, ((1, 1.6e-4), (16, 4e-4)))})
+    later, *_ = started(lambda n, rows, k: 0.8 * target_cost(n, rows, k))
+    assert later.time().target[1, 16] == pytest.approx(4e-4)
+
+    state["finished"] = False
+    other, *_ = started(lambda *x: target_cost(*x) * (1 if state["finished"] else 1.3), limit=64)
+    other.time()
+    shared = other.time(2).target
+    assert state["finished"]
+    assert shared[1, 1] == pytest.approx(target_cost(0, 1, 1)), "timed anew"
+    assert {(2, 1), (2, 4)} <= set(shared)
 
 
 def test_passes_that_are_slow_by_accident_do_not_count() -> None:

@@ -138,13 +138,14 @@ class PassTimer:
         if first:
             self._key = self._name()
             self._kept = Times.kept(self._key)
-        if rows > 1 or not self._kept.target:
+        if rows > 1 and not self._finished:
             for model in self._models:
                 model.executor.finish()
+            self.times = self._kept  # others would be of passes that took longer
         began = self._clock()
         if first:
             self._begin()
-        if not self._finished:  # what is not known yet is left to a later start
+        if self.times.target and not self._finished:  # the rest is left to a later start
             return self.times
         self._left = max(SECONDS, PLAIN * self._plain) - (self._clock() - began)
         known = len(self.times.target)
@@ -161,7 +162,8 @@ class PassTimer:
                 self.times.target.setdefault((1, shorter + 1), self.times.target[1, level])
         if len(self.times.target) > known:
             self.times = replace(self.times)  # what it derives is of these
-            self.times.keep(self._key)
+            if self._finished:
+                self.times.keep(self._key)
         return self.times
 
     def correct(self, known: Mapping[int, Costs]) -> None:
@@ -173,10 +175,13 @@ class PassTimer:
             steps = {1: costs.draft, 2: costs.draft_seconds(1), WIDEST: costs.reading * WIDEST}
             for width in (n for size, n in times.draft if size == rows):
                 now.draft[rows, width] = steps[width] or times.draft[rows, width]  # 0: not known
-        target, draft = _far(now.target, times.target), _far(now.draft, times.draft)
+        target, draft = now.target, now.draft
+        if self._kept.target:
+            target, draft = _far(target, times.target), _far(draft, times.draft)
         if (target or draft) and self._finished:
             self.times = Times(times.target | target, times.draft | draft, times.taken)
             self.times.keep(self._key)
+            self._kept = self.times
 
     @property
     def _finished(self) -> bool:
@@ -187,10 +192,10 @@ class PassTimer:
         with self._joined(1):
             plain = self._plain = self._rate = self._pass(self._target, 1, 1)
         kept, before = self._kept, self._kept.target.get((1, 1), 0.0)
-        far = _far({(1, 1): plain}, {(1, 1): before})
-        if not self._finished and far:  # a pass takes longer before; rounds will tell
-            kept = kept.times(plain / before)
-        if not (self._finished and far):
+        far = bool(_far({(1, 1): plain}, {(1, 1): before}))
+        if before and far and not self._finished:  # a pass takes longer before; rounds will tell
+            kept, far = kept.times(plain / before), False
+        if not far:
             self.times = kept
             self._rate = min(s / (rows * n) for (rows, n), s in kept.target.items())
         self.times.taken.add((1, 1))

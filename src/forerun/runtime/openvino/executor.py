@@ -63,8 +63,9 @@ class OpenVINOExecutor(Executor):
         group: of inputs that share a scale; None: that of `GROUPS`.
         again: makes such a graph anew, for `tap`; None: this one is kept.
         least: tokens that a row of a pass is padded to; see `pad`.
-        lazy: make graphs for exactly so many tokens when they are wanted; all must compute the
-            same, to the last bit.
+        lazy: make graphs for exactly so many tokens when they are wanted, and use them if they
+            compute the same to the last bit, which is kept under this name ("": not); None: all are
+            made at once.
         narrow: whether attention and its cache are in bfloat16, whatever the precision.
 
     Raises:
@@ -83,7 +84,7 @@ class OpenVINOExecutor(Executor):
         group: int | None = None,
         again: Callable[[], ov.Model] | None = None,
         least: int = 1,
-        lazy: bool = False,
+        lazy: str | None = None,
         narrow: bool = False,
     ) -> None:
         self.facts, self.device = facts, torch.device("cpu")
@@ -99,15 +100,18 @@ class OpenVINOExecutor(Executor):
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
         self._version = 0  # of the tables
         self._blank = np.zeros(facts.vocab_size, np.float32)
-        self._compile(graph, lazy)
+        self._lazy = lazy
+        self._compile(graph)
 
-    def _compile(self, graph: ov.Model, lazy: bool = False) -> None:
+    def _compile(self, graph: ov.Model) -> None:
         precision = self.facts.precision if self.facts.precision in GROUPS else "fp32"
         options = settings(precision, self.threads, self.group)
         if self._narrow:
             options |= NARROW
-        settle = self.settle if lazy else None
-        self._forms = Forms(graph, self.facts, options, self._least, settle, self._narrow)
+        settle = None if self._lazy is None else self.settle
+        self._forms = Forms(
+            graph, self.facts, options, self._least, settle, self._lazy or "", self._narrow
+        )
         self.trees = self._forms.open.trees and not self._forms.most_split
         self.pad(self._least)
         self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)

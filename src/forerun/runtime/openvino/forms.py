@@ -23,6 +23,7 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
+from forerun.cache import keep_json, kept_json
 from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.nodes import (
@@ -38,6 +39,7 @@ from forerun.runtime.openvino.parts import has_matrix_units, multiply_in_parts
 from forerun.runtime.openvino.pool import Pool
 from forerun.runtime.openvino.request import InferRequest
 from forerun.runtime.openvino.weights import is_halved, keep_halves, widen
+from forerun.runtime.probe import texts
 from forerun.runtime.trees import FARTHEST, Parents, branches
 
 SIZES = (1, 4, 5, 8), (12, 16)
@@ -301,7 +303,8 @@ class Forms:
         graph, facts, settings: as for `Form`; the graph is not changed. It may be halved.
         least: tokens that will be the fewest of a pass (`pad`).
         settle: None, or what to call when one was made behind passes: those for exactly so many
-            tokens, which then must compute what the open one does, are made when they are wanted.
+            tokens are made when they are wanted, and used if they compute what the open one does.
+        kept: under which name it is kept whether they do; "": it is not.
         narrow: whether attention is in bfloat16; the settings say so of its caches, too.
     """
 
@@ -312,6 +315,7 @@ class Forms:
         settings: dict[str, Any],
         least: int = 1,
         settle: Callable[[], None] | None = None,
+        kept: str = "",
         narrow: bool = False,
     ) -> None:
         halved = is_halved(graph)
@@ -350,7 +354,11 @@ class Forms:
         alone = [n for n in alone if n >= least]
         self._wanted: Counter[int] = Counter()
         self._coming: dict[int, Future[Form]] = {}
-        self._lacking = tuple(alone) if settle else ()
+        self._text = texts(facts.vocab_size, facts.limit)[1]
+        self._kept = {n: f"{kept}-{n}" for n in alone if kept and settle}
+        equal = {n: kept_json("widths", key) for n, key in self._kept.items()}
+        self._lacking = tuple(n for n in alone if equal.get(n) is not False) if settle else ()
+        self._unproven = {n for n in self._lacking if equal.get(n) is None}
         self._make: Callable[[int], Form] | None = None
         if settle:
             self._make = partial(_prepared, lambda n: made(n, False), least, settle)
@@ -413,12 +421,23 @@ class Forms:
         for form in new:
             form.tell = self._tell
             form.pad(self.least)
+            if form.tokens in self._unproven and not self._proves(form):
+                continue
             for prefix, pools in self._pools.items():
                 form.bind(pools, prefix)
-        self._exact += new
+            self._exact.append(form)
         self._order()
         if not self._lacking:
             self._make = None  # it holds the graph
+
+    def _proves(self, form: Form) -> bool:
+        """Compare it with the open one."""
+        equal = _equal((self.open, form), self._text)
+        for prefix, pools in self._pools.items():
+            self.open.bind(pools, prefix)
+        if key := self._kept.get(form.tokens):
+            keep_json("widths", key, equal)
+        return equal
 
     def fed(self, counts: Iterable[int]) -> list[int]:
         """See `Form.fed`."""
@@ -484,6 +503,29 @@ def _prepared(
     del pool
     settle()
     return form
+
+
+def _equal(forms: tuple[Form, Form], text: Sequence[int]) -> bool:
+    """Whether one for any number of tokens and one for exactly so many compute the same, to the
+    last bit: a row alone that fills the second or is a token shorter, and one beside a row of one
+    token. They are bound to another pool afterwards."""
+
+    def bind(pools: list[ov.Tensor]) -> None:
+        for form in forms:
+            form.bind(pools)
+
+    Pool(forms[0].ports(), 3, bind)
+    most = forms[1].tokens
+    begin, tables = len(text) - most, [[0, 1], [2]]
+    forms[0].run([0, 0], [text[:begin], text[:1]], [0, 0], [begin, 2], tables, -3)
+
+    def seen(form: Form, counts: list[int]) -> NDArray[np.float32]:
+        pieces = [text[begin : begin + counts[0]], text[1 : 1 + counts[1]]]
+        ends = [len(text), 1 + most]
+        return form.run([begin, 1], pieces, counts, ends, tables, -3)
+
+    every = [most, 0], [most - 1, 0], [most - 2, 1]
+    return all(np.array_equal(*(seen(form, counts) for form in forms)) for counts in every)
 
 
 def _compiled(make: Callable[[int], Form], sizes: Sequence[int]) -> list[Form]:

@@ -211,18 +211,17 @@ def _compiled(
         if TREES[0] in names:  # no windows: Gemma 3 would lose 2 % of its best tokens
             tries.insert(0, (None, 2, True))
     for group, least, narrow in [known] if known else tries:
-        exact = rounds and group is None and is_packed(facts)  # to the last bit
+        exact = rounds and group is None  # passes, to the last bit
+        lazy = (key if entry else "") if exact and is_packed(facts) else None
         try:
             executor = OpenVINOExecutor(
-                graph, facts, threads, group, again if entry else None, least, exact, narrow
+                graph, facts, threads, group, again if entry else None, least, lazy, narrow
             )
         except RuntimeError as error:  # OpenVINO has no other
             raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
         if known:
             return executor, _Way(True)
-        agree = passes_agree(executor, rounds and group is None)
-        executor.finish()
-        if agree and (not exact or passes_agree(executor, True)):
+        if passes_agree(executor, exact):
             return executor, _Way(False, key if entry else None, [group, least, narrow])
     return executor, _Way(False)
 
