@@ -432,7 +432,7 @@ class Forms:
 
     def _proves(self, form: Form) -> bool:
         """Compare it with the open one."""
-        equal = _equal((self.open, form), self._text)
+        equal = _equal(self.open, form, self._text)
         for prefix, pools in self._pools.items():
             self.open.bind(pools, prefix)
         if key := self._kept.get(form.tokens):
@@ -505,27 +505,26 @@ def _prepared(
     return form
 
 
-def _equal(forms: tuple[Form, Form], text: Sequence[int]) -> bool:
-    """Whether one for any number of tokens and one for exactly so many compute the same, to the
-    last bit: a row alone that fills the second or is a token shorter, and one beside a row of one
-    token. They are bound to another pool afterwards."""
+def _equal(any_number: Form, exact: Form, text: Sequence[int]) -> bool:
+    """Whether both compute the same, to the last bit: of a row alone that fills the second or is a
+    token shorter, and of one beside a row of one token. They are bound to another pool afterwards.
+    """
 
     def bind(pools: list[ov.Tensor]) -> None:
-        for form in forms:
-            form.bind(pools)
+        any_number.bind(pools)
+        exact.bind(pools)
 
-    Pool(forms[0].ports(), 3, bind)
-    most = forms[1].tokens
-    begin, tables = len(text) - most, [[0, 1], [2]]
-    forms[0].run([0, 0], [text[:begin], text[:1]], [0, 0], [begin, 2], tables, -3)
+    Pool(any_number.ports(), 3, bind)
+    begin, tables = len(text) - exact.tokens, [[0, 1], [2]]
+    any_number.run([0, 0], [text[:begin], text[:1]], [0, 0], [begin, 2], tables, -3)
 
     def seen(form: Form, counts: list[int]) -> NDArray[np.float32]:
         pieces = [text[begin : begin + counts[0]], text[1 : 1 + counts[1]]]
-        ends = [len(text), 1 + most]
+        ends = [len(text), 1 + exact.tokens]
         return form.run([begin, 1], pieces, counts, ends, tables, -3)
 
-    every = [most, 0], [most - 1, 0], [most - 2, 1]
-    return all(np.array_equal(*(seen(form, counts) for form in forms)) for counts in every)
+    every = [exact.tokens, 0], [exact.tokens - 1, 0], [exact.tokens - 2, 1]
+    return all(np.array_equal(seen(any_number, n), seen(exact, n)) for n in every)
 
 
 def _compiled(make: Callable[[int], Form], sizes: Sequence[int]) -> list[Form]:
