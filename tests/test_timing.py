@@ -97,58 +97,35 @@ def test_what_passes_take_is_known_and_nothing_is_left_behind() -> None:
         assert model.history == []
 
 
-@pytest.mark.parametrize("slower", [1.2, 3.0])
-def test_passes_that_will_take_less_time_are_not_timed(
-    monkeypatch: pytest.MonkeyPatch, slower: float
+def test_passes_before_all_graphs_are_there_are_timed_apart(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    state = {"finished": True}
+    state = {"finished": False}
     monkeypatch.setattr(Slow, "finished", property(lambda _: state["finished"]))
 
     def finish(model: Slow) -> None:
         model._machine.now += 0 if state["finished"] else 4
         state["finished"] = True
 
+    def cost(n: int, rows: int, tokens: int) -> float:
+        return target_cost(n, rows, tokens) * (1 if state["finished"] else 1.3)
+
     monkeypatch.setattr(Slow, "finish", finish)
-    known = started()[0].time()
-    state["finished"] = False
-    timer, *_ = started(lambda n, rows, k: slower * target_cost(n, rows, k))
-    times = timer.time()
+    slower = started(cost)[0].time().target
+    assert slower[1, 4] == pytest.approx(1.3 * target_cost(0, 1, 4))
+    timer, target, _ = started(cost)
+    assert timer.time().target == pytest.approx(slower)
+    assert len(target.shapes) == 2, "it was kept"
     assert not state["finished"]
-    factor = slower if slower > OFF else 1.0
-    assert times.target == pytest.approx({n: factor * s for n, s in known.target.items()})
-    timer.correct({1: Costs(1.0, ((1, 1.0), (16, 20.0)))})
-    later, *_ = started()
-    assert later.time().target == pytest.approx(known.target), "what is kept is as it was"
+    state["finished"] = True
+    timer.correct({1: Costs(2e-5, ((1, 1.0), (16, 20.0)))})  # of other graphs than were timed
+    state["finished"] = False
+    assert started(cost)[0].time().target == pytest.approx(slower)
     shared = timer.time(2).target
     assert state["finished"], "rows will share passes"
+    assert shared[1, 4] == pytest.approx(target_cost(0, 1, 4))
     assert {(2, 1), (2, 4)} <= set(shared), "what finishing takes is not taken from their time"
-
-
-def test_what_is_timed_before_all_graphs_are_there_is_not_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A first start times its passes and waits for nothing; rounds say what to keep."""
-    state = {"finished": False}
-    monkeypatch.setattr(Slow, "finished", property(lambda _: state["finished"]))
-    monkeypatch.setattr(Slow, "finish", lambda _: state.update(finished=True))
-    for _ in range(2):
-        timer, *_ = started()
-        first = timer.time()
-        assert set(first.target) == {(1, n) for n in (1, 2, 4, 5, 8, 16)}
-        assert not state["finished"]
-        timer.correct({1: Costs(2e-5, ((1, 3e-4), (16, 4.8e-3)))})
-    state["finished"] = True
-    timer.correct({1: Costs(2e-5, ((1, 1.6e-4), (16, 4e-4)))})
-    later, *_ = started(lambda n, rows, k: 0.8 * target_cost(n, rows, k))
-    assert later.time().target[1, 16] == pytest.approx(4e-4)
-
-    state["finished"] = False
-    other, *_ = started(lambda *x: target_cost(*x) * (1 if state["finished"] else 1.3), limit=64)
-    other.time()
-    shared = other.time(2).target
-    assert state["finished"]
-    assert shared[1, 1] == pytest.approx(target_cost(0, 1, 1)), "timed anew"
-    assert {(2, 1), (2, 4)} <= set(shared)
+    assert started(cost)[0].time().target == pytest.approx(shared)
 
 
 def test_passes_that_are_slow_by_accident_do_not_count() -> None:

@@ -77,11 +77,6 @@ class Times:
         except (TypeError, ValueError):
             return cls()
 
-    def times(self, factor: float) -> Times:
-        """All so many times as long."""
-        target, draft = ({n: factor * s for n, s in x.items()} for x in (self.target, self.draft))
-        return Times(target, draft)
-
     def keep(self, key: str) -> None:
         """Leave it on disk for later starts on this machine."""
         lists = [[(*shape, s) for shape, s in of.items()] for of in (self.target, self.draft)]
@@ -125,7 +120,10 @@ class PassTimer:
     ) -> None:
         self._target, self._draft, self._clock = target, draft, clock
         self._models = [target] if draft is None else [target, draft]
-        self._key, self._kept = "", Times()
+        self._key = ""
+        self._whole: bool | None = None
+        """Whether all graphs were there when passes were timed: without, they take longer, which is
+        kept apart. None: none were timed."""
         self._plain = self._left = self._rate = 0.0
         """Seconds of a plain pass, those that may yet be spent, and the least that a token took in
         any pass."""
@@ -134,19 +132,14 @@ class PassTimer:
     def time(self, rows: int = 1) -> Times:
         """Time passes of up to so many rows, but for shapes that are known, while time is left. The
         others are timed at a later start, and by rounds as they come."""
-        first = not self._key
-        if first:
-            self._key = self._name()
-            self._kept = Times.kept(self._key)
-        if rows > 1 and not self._finished:
+        if rows > 1:
             for model in self._models:
                 model.executor.finish()
-            self.times = self._kept  # others would be of passes that took longer
         began = self._clock()
-        if first:
-            self._begin()
-        if self.times.target and not self._finished:  # the rest is left to a later start
-            return self.times
+        if self._whole != self._finished:
+            self._whole = self._finished
+            self._key = self._name()
+            self._begin(Times.kept(self._key))
         self._left = max(SECONDS, PLAIN * self._plain) - (self._clock() - began)
         known = len(self.times.target)
         alone = sorted({1, *(self._target.executor.levels or WIDTHS), WIDEST})
@@ -162,8 +155,7 @@ class PassTimer:
                 self.times.target.setdefault((1, shorter + 1), self.times.target[1, level])
         if len(self.times.target) > known:
             self.times = replace(self.times)  # what it derives is of these
-            if self._finished:
-                self.times.keep(self._key)
+            self.times.keep(self._key)
         return self.times
 
     def correct(self, known: Mapping[int, Costs]) -> None:
@@ -175,27 +167,21 @@ class PassTimer:
             steps = {1: costs.draft, 2: costs.draft_seconds(1), WIDEST: costs.reading * WIDEST}
             for width in (n for size, n in times.draft if size == rows):
                 now.draft[rows, width] = steps[width] or times.draft[rows, width]  # 0: not known
-        target, draft = now.target, now.draft
-        if self._kept.target:
-            target, draft = _far(target, times.target), _far(draft, times.draft)
-        if (target or draft) and self._finished:
+        target, draft = _far(now.target, times.target), _far(now.draft, times.draft)
+        if (target or draft) and self._whole == self._finished:
             self.times = Times(times.target | target, times.draft | draft, times.taken)
             self.times.keep(self._key)
-            self._kept = self.times
 
     @property
     def _finished(self) -> bool:
         return all(model.executor.finished for model in self._models)
 
-    def _begin(self) -> None:
+    def _begin(self, kept: Times) -> None:
         """Take a plain pass, and believe what is kept if that says the same."""
         with self._joined(1):
             plain = self._plain = self._rate = self._pass(self._target, 1, 1)
-        kept, before = self._kept, self._kept.target.get((1, 1), 0.0)
-        far = bool(_far({(1, 1): plain}, {(1, 1): before}))
-        if before and far and not self._finished:  # a pass takes longer before; rounds will tell
-            kept, far = kept.times(plain / before), False
-        if not far:
+        self.times = Times()
+        if not _far({(1, 1): plain}, {(1, 1): kept.target.get((1, 1), 0.0)}):
             self.times = kept
             self._rate = min(s / (rows * n) for (rows, n), s in kept.target.items())
         self.times.taken.add((1, 1))
@@ -256,7 +242,7 @@ class PassTimer:
 
     def _name(self) -> str:
         versions = map(_version, ("forerun", "torch", "openvino"))
-        parts: list[object] = [FORMAT, machine(self._target.device), *versions]
+        parts: list[object] = [FORMAT, self._whole, machine(self._target.device), *versions]
         for model in self._models:
             threads = getattr(model.executor, "threads", None) or torch.get_num_threads()
             parts += [{**asdict(model.facts), "name": ""}, threads]
