@@ -354,11 +354,8 @@ class Forms:
         alone = [n for n in alone if n >= least]
         self._wanted: Counter[int] = Counter()
         self._coming: dict[int, Future[Form]] = {}
-        self._text = texts(facts.vocab_size, facts.limit)[1]
-        self._kept = {n: f"{kept}-{n}" for n in alone if kept and settle}
-        equal = {n: kept_json("widths", key) for n, key in self._kept.items()}
-        self._lacking = tuple(n for n in alone if equal.get(n) is not False) if settle else ()
-        self._unproven = {n for n in self._lacking if equal.get(n) is None}
+        self._text, self._kept = texts(facts.vocab_size, facts.limit)[1], kept
+        self._lacking = tuple(n for n in alone if self._known(n) is not False) if settle else ()
         self._make: Callable[[int], Form] | None = None
         if settle:
             self._make = partial(_prepared, lambda n: made(n, False), least, settle)
@@ -421,7 +418,7 @@ class Forms:
         for form in new:
             form.tell = self._tell
             form.pad(self.least)
-            if form.tokens in self._unproven and not self._proves(form):
+            if self._make is not None and not self._proves(form):
                 continue
             for prefix, pools in self._pools.items():
                 form.bind(pools, prefix)
@@ -430,14 +427,19 @@ class Forms:
         if not self._lacking:
             self._make = None  # it holds the graph
 
+    def _known(self, tokens: int) -> Any:
+        """Whether one for so many computed what the open one does; None: not compared yet."""
+        return kept_json("widths", f"{self._kept}-{tokens}") if self._kept else None
+
     def _proves(self, form: Form) -> bool:
-        """Compare it with the open one."""
-        equal = _equal(self.open, form, self._text)
-        for prefix, pools in self._pools.items():
-            self.open.bind(pools, prefix)
-        if key := self._kept.get(form.tokens):
-            keep_json("widths", key, equal)
-        return equal
+        """Whether it does; it is compared once for a file on a machine."""
+        if (equal := self._known(form.tokens)) is None:
+            equal = _equal(self.open, form, self._text)
+            for prefix, pools in self._pools.items():
+                self.open.bind(pools, prefix)
+            if self._kept:
+                keep_json("widths", f"{self._kept}-{form.tokens}", equal)
+        return bool(equal)
 
     def fed(self, counts: Iterable[int]) -> list[int]:
         """See `Form.fed`."""
