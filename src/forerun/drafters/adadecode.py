@@ -51,12 +51,7 @@ class AdaDecode(DrafterSpec):
             path_or_none("adadecode exits", self.exits, "a folder of exit heads")
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
-
-        Raises:
-            UnsupportedModelError: the target's family has no layer-by-layer access.
-            SettingError: layers that have no head.
-        """
+        """With a runtime of its own around the target's model (`Drafter.target`)."""
         rows, heads, _ = exits_of(target, self.exits, self.kind)
         layers = self._asked(layers_of(rows).access.layers, tuple(heads.layers))
         return SpecBoundDrafter(rows, heads, layers, self.threshold, 0.0, self.most)

@@ -300,7 +300,13 @@ class DrafterSpec(ABC):
 
     @abstractmethod
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        """Make the drafter for a target and its tokenizer (or None)."""
+        """Make the drafter for a target and its tokenizer (or None).
+
+        Raises:
+            ModelError: what it reads is missing, damaged, or another target's.
+            UnsupportedModelError: the target's family does not let it be read from within.
+            SettingError: this target, its runtime or its head does not go with the settings.
+        """
 
 
 @dataclass(frozen=True)

@@ -124,11 +124,6 @@ class Chain(DrafterSpec):
         return self.then.depths(target)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        """Both.
-
-        Raises:
-            SettingError: the first drafter has a model; whatever the two raise.
-        """
         first = self.first.build(target, target_tokenizer)
         if not isinstance(first, FreeDrafter) or first.hears:
             raise SettingError(

@@ -30,13 +30,6 @@ class Eagle3(TrainedDraft):
     kind: ClassVar[str] = "eagle3"
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        """The drafter, on the target's states.
-
-        Raises:
-            SettingError: no head comes with the target, or its runtime gives no states, or has no
-                such depths.
-            ModelError: the head is damaged, another target's, or of a form that is not read.
-        """
         check_decoder_only(target, self.kind)
         folder = self.folder(target)
         depths = depths_of(read_config(folder), target.facts.layers)

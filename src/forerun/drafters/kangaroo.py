@@ -90,13 +90,7 @@ class Kangaroo(TrainedDraft):
     keep: bool = True
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
-
-        Raises:
-            ModelError: no adapter there, or one of another target.
-            UnsupportedModelError: the target's family has no layer-by-layer access.
-            SettingError: no adapter was trained for the target, or it does not run on torch.
-        """
+        """With a runtime of its own around the target's model (`Drafter.target`)."""
         model = model_on_torch(target, KANGAROO)
         rows = adapter_rows(model, self.folder(target))
         return KangarooDrafter(rows, self.threshold, self.most, self.keep)

@@ -84,13 +84,6 @@ class Medusa(TrainedDraft):
     heads: Count | None = None
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        """The drafter, on the target's states.
-
-        Raises:
-            SettingError: the target has an encoder or is not run by torch, or there are no heads.
-            ModelError: heads that are damaged or another target's.
-            UnsupportedModelError: the target's final norm cannot be called.
-        """
         model = model_on_torch(target, MEDUSA)
         heads = load_medusa(model, self.folder(target))
         count = heads.count if self.heads is None else min(self.heads, heads.count)

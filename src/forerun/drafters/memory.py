@@ -134,11 +134,6 @@ class MemoryDraft(DrafterSpec):
         return replace(self, grow=True)
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        """Load the tables.
-
-        Raises:
-            ModelError: `table` is none, or one of another tokenizer.
-        """
         known = hasattr(target_tokenizer, "get_vocab")
         tokenizer = fingerprint(target_tokenizer) if known else None
         paths = TABLES.glob(f"{tokenizer}.*") if self.table is None else [Path(self.table)]

@@ -28,13 +28,6 @@ class MTP(DrafterSpec):
     on_torch: ClassVar[bool] = True
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        """The drafter, on the target's last states.
-
-        Raises:
-            SettingError: the target brings no such layer, or does not run on torch.
-            UnsupportedModelError: a layer that is not served.
-            ModelError: it cannot be loaded.
-        """
         head = MtpHead(model_on_torch(target, "mtp"))
         states = target.executor.tap([target.facts.layers])
         head.token_bytes = target.facts.token_bytes // max(target.facts.layers, 1)

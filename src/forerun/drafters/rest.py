@@ -71,11 +71,6 @@ class REST(DrafterSpec):
         require(self.least <= self.n, "rest least", self.least, f"at most n={self.n}")
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
-        """Load the datastore.
-
-        Raises:
-            ModelError: it is none, or holds ids that the target does not have.
-        """
         store = Datastore.load(self.datastore)
         if target is not None and store.highest >= target.vocab_size:
             raise ModelError(

@@ -159,12 +159,7 @@ class SpecBound(DrafterSpec):
             path_or_none("specbound exits", self.exits, "a folder of exit heads")
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        """The drafter, with a runtime of its own around the target's model (`Drafter.target`).
-
-        Raises:
-            UnsupportedModelError: the target's family has no layer-by-layer access.
-            SettingError: depth or exit layers that the target or the heads do not have.
-        """
+        """With a runtime of its own around the target's model (`Drafter.target`)."""
         rows, heads, exits = exits_of(target, self.exits, self.kind)
         chosen = replace(self, exits=exits)._filled(getattr(heads, "tuned", {}))
         layers = chosen.exit_layers(layers_of(rows).access.layers, tuple(heads.layers))

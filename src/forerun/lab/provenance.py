@@ -13,6 +13,7 @@ import torch
 
 from forerun import __version__, zoo
 from forerun.runtime.base import Rows
+from forerun.runtime.load import local_folder
 from forerun.runtime.timing import machine as machine_name
 
 HASHED = 4 << 30  # weights files of more bytes than this are not read in full to name a model
@@ -54,7 +55,7 @@ def identity(runtime: Rows) -> dict[str, Any]:
         with Path(name).open("rb") as file:
             whole = file_digest(file, "sha256").hexdigest()
         return {"name": Path(name).name, "sha256": whole, "hashed": "weights"}
-    folder = _folder(name)
+    folder = local_folder(name) if name else None
     shipped = folder is not None and folder in (zoo.TARGET, zoo.DRAFT)
     shown = "shipped" if shipped else (Path(name).name if Path(name).is_dir() else name)
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
@@ -68,18 +69,3 @@ def identity(runtime: Rows) -> dict[str, Any]:
         with path.open("rb") as file:
             digest.update(file_digest(file, "sha256").digest())
     return {"name": shown, "sha256": digest.hexdigest(), "hashed": hashed}
-
-
-def _folder(name: str) -> Path | None:
-    """The folder of a model's files on this machine, if it is here."""
-    if not name:
-        return None
-    if Path(name).is_dir():
-        return Path(name)
-    from transformers.utils import cached_file
-
-    try:
-        config = cached_file(name, "config.json", local_files_only=True)
-    except OSError:
-        return None
-    return None if config is None else Path(config).parent

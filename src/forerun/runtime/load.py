@@ -343,18 +343,24 @@ def exported(name: str | Path) -> Path | None:
     return None
 
 
+def local_folder(name: str | Path) -> Path | None:
+    """The folder of a model's files on this machine, by its path or its Hugging Face id."""
+    here = Path(name).expanduser()
+    if here.is_dir():
+        return here
+    from transformers.utils import cached_file
+
+    try:
+        return Path(cached_file(str(name), "config.json", local_files_only=True)).parent
+    except (OSError, ValueError, TypeError):  # none is kept
+        return None
+
+
 def checkpoint_files(name: str | Path) -> list[Path]:
     """Configuration and weights of a model that is on this machine, else nothing."""
-    here = Path(name).expanduser()
-    if not here.is_dir():
-        from transformers.utils import cached_file
-
-        try:
-            here = Path(cached_file(str(name), "config.json", local_files_only=True)).parent
-        except (OSError, ValueError, TypeError):  # none is kept
-            return []
-    weights = list(here.glob("*.safetensors"))
-    config = here / "config.json"
+    if (here := local_folder(name)) is None:
+        return []
+    weights, config = list(here.glob("*.safetensors")), here / "config.json"
     good = weights and config.is_file()
     return [config, *here.glob("generation_config.json"), *weights] if good else []
 
