@@ -142,7 +142,7 @@ class _Fence:
         self._letter = next(letter for letter in FENCES if letter not in written)
 
     def split(self, given: Any) -> Any:
-        """The same with split names of special tokens."""
+        """What is given, with split names of special tokens."""
         return _changed(given, self._one) if self._used else given
 
     def _one(self, text: str) -> str:

@@ -51,7 +51,7 @@ SIGNALS = (
 )  # fmt: skip
 """What a draft distribution says about a drafted token (fields of `Token`); traces hold these."""
 LIVE_SIGNALS = ("logit_variance", "second")
-"""Likewise, but only while a model runs."""
+"""What a distribution says of a token besides, but only while a model runs."""
 DRAWN = frozenset({"id", "previous", "chosen"})
 """Fields of `Token` that depend on which token was drawn."""
 

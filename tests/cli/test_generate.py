@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -29,7 +30,7 @@ def test_text_alone_on_stdout(generate):
 def test_a_prompt_passes_few_functions_and_no_file_twice(generate):
     """Counted are own functions that are given the text, or a `Prompt` of it, alone or in a list;
     a file is entered where one of another file calls into it."""
-    text, passed, entered = "Hello there", [], []
+    text, passed, entered, files = "Hello there", [], [], set()
 
     def holds(value: object, depth: int = 2) -> bool:
         if isinstance(value, dict):
@@ -43,6 +44,8 @@ def test_a_prompt_passes_few_functions_and_no_file_twice(generate):
         code = frame.f_code
         if event != "call" or "/forerun/" not in code.co_filename:
             return
+        if code.co_flags & inspect.CO_OPTIMIZED:  # a function's, no module's or class's
+            files.add(code.co_filename)
         count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 12)
         if any(holds(frame.f_locals.get(name)) for name in code.co_varnames[:count]):
             file = code.co_filename.rpartition("/forerun/")[2]
@@ -57,6 +60,7 @@ def test_a_prompt_passes_few_functions_and_no_file_twice(generate):
         sys.setprofile(None)
     assert 8 <= len({*passed}) <= 15, passed
     assert len(entered) == len({*entered}), entered
+    assert 40 <= len(files) <= 90, files
 
 
 def test_what_a_draft_folder_holds_is_in_one_line(forerun, pair, tmp_path):

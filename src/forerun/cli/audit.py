@@ -160,7 +160,7 @@ def _check_temperature(temperature: float, rule: str, greedy: str | None) -> Non
 
 
 def _peers(stack: ExitStack, job: Job, models: Models) -> list[Peer]:
-    """Those of transformers that can run; the others are named on stderr."""
+    """Peers of transformers that can run; the others are named on stderr."""
     from forerun.cli.bench import start_peers
     from forerun.lab.bench.peers import named
 

@@ -124,7 +124,7 @@ class Survival(Forecaster):
         return after
 
     def _counts(self, state: SurvivalState, round: RoundOutcome) -> tuple[float, ...]:
-        """Those of first and later tokens, with one more round."""
+        """What the state counts of first and later tokens, with one more round."""
         counts = list(state.counts)
         for i in range(largest(round.judged)):
             inside, kept = where(i < round.judged, 1.0, 0.0), 2 * (i > 0)

@@ -25,7 +25,7 @@ class _LookaheadRow:
     guesses: dict[int, Run] = field(default_factory=dict)
     """By place what the target last said there, behind the tokens that led to it."""
     drafted: list[Run] = field(default_factory=list)
-    """The same of the tokens drafted last."""
+    """What the target said at the tokens drafted last, behind the tokens that led to it."""
     begin: int = 0
     """Place of the first of these."""
     covered: int = 0

@@ -231,7 +231,7 @@ class _Counts(NamedTuple):
 
     contexts: Column
     shorter: Column
-    """The same without their first token."""
+    """The contexts without their first token."""
     tokens: Column
     hits: NDArray[np.float64]
     misses: NDArray[np.float64]

@@ -51,7 +51,7 @@ class Prefixes:
 
     @classmethod
     def of(cls, budget: int, caches: Sequence[Rows]) -> Prefixes | None:
-        """Those of rows in these caches; None where an executor has no copies of its cache."""
+        """Prefixes of rows in these caches; None where an executor has no copies of its cache."""
         return cls(budget) if all(cache.executor.copies for cache in caches) else None
 
     def take(self, text: Sequence[int], row: int, caches: Sequence[Rows]) -> None:

@@ -14,13 +14,7 @@ from torch import nn
 from forerun.cache import write_json
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import (
-    check_shapes,
-    read_tensors,
-    shapes_of,
-    widened,
-    write_tensors,
-)
+from forerun.runtime.drafts import check_shapes, read_tensors, shapes_of, widened, write_tensors
 from forerun.runtime.eagle import HeadForm, Norm, StateHead, rms
 from forerun.runtime.load import read_json
 from forerun.runtime.packing import dense

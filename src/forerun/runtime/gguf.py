@@ -211,8 +211,8 @@ def read(path: Path) -> GGUF:
 
 @lru_cache(1)
 def _read(path: Path, *_: int) -> GGUF:
-    """The same of a file that was changed then and has so many bytes: a load reads it in several
-    places, and `forget` gives its 10 MB back."""
+    """Read a file that was changed then and has so many bytes, once: a load asks in several places,
+    and `forget` gives its 10 MB back."""
     try:
         with path.open("rb") as raw, mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as data:
             file = _Reader(data).file(path)

@@ -144,7 +144,7 @@ class LayerAccess:
         return normed
 
     def unembed(self, hidden: torch.Tensor, rows: Unembedding | None = None) -> torch.Tensor:
-        """Likewise of hidden states that are normed already."""
+        """Logits `(..., V)` of hidden states that are normed already; `rows` as in `logits`."""
         logits: torch.Tensor = self._head(hidden) if rows is None else linear(hidden, *rows)
         return logits
 

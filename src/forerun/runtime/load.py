@@ -398,7 +398,7 @@ def _other_format(folder: Path) -> str | None:
 
 
 def _quantised(how: Any) -> str | None:
-    """The same of a configuration's `quantization_config`."""
+    """Why weights with this `quantization_config` are not read, and the way out; None: they are."""
     method = how.get("quant_method") if isinstance(how, dict) else None
     if method in ("awq", "gptq"):
         return (

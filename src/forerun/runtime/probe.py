@@ -48,7 +48,7 @@ def reference(model: Any, limit: int) -> Logits:
 
 
 def reference_of(executor: Executor) -> Logits:
-    """The same of an executor itself, each text in one pass."""
+    """`(3, 4, V)` logits as of `reference`, of an executor itself, each text in one pass."""
     logits = []
     for text in texts(executor.facts.vocab_size, executor.facts.limit):
         logits.append(executor.run([0], [text], [_LAST])[0].numpy())

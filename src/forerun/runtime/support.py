@@ -20,7 +20,7 @@ PROVEN_ENCODER_DECODER = frozenset({
     "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus",
     "plbart", "t5", "umt5",
 })  # fmt: skip
-"""Likewise of encoder-decoder models."""
+"""Types of encoder-decoder models that are tested so."""
 
 REFUSED_ENCODER_DECODER = {
     kind: reason

@@ -50,7 +50,7 @@ class Times:
     draft: dict[Shape, float] = field(default_factory=dict)
     """Of two tokens a row right behind a pass of the target, of one right behind these."""
     taken: set[Shape] = field(default_factory=set)
-    """Those of the target that this process has taken before: the first takes longer."""
+    """Shapes of the target's passes that this process has taken: the first takes longer."""
 
     @cached_property
     def _sizes(self) -> tuple[dict[int, Costs], dict[int, Costs]]:

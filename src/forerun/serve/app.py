@@ -305,7 +305,7 @@ def _generation(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models/{name:path}", responses=ERRORS)
     async def model(name: str) -> dict[str, Any]:
-        """The same, by its name."""
+        """The one model, by its name."""
         server.check_model(name)
         return server.model_card()
 

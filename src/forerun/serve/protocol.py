@@ -49,7 +49,7 @@ class SpeculativeFields(BaseModel):
 
 
 class FlatFields(SpeculativeFields):
-    """The same as clients of vLLM can spell it."""
+    """Fields of `speculative` as clients of vLLM can spell them."""
 
     model_config = ConfigDict(extra="ignore", alias_generator="forerun_{}".format)
 

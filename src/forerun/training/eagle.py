@@ -23,13 +23,7 @@ from forerun.runtime.eagle3 import Eagle3Head, save_head
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import dense
 from forerun.runtime.states import check_depths
-from forerun.training.fit import (
-    Document,
-    Own,
-    StatesTraining,
-    cut,
-    padded,
-)
+from forerun.training.fit import Document, Own, StatesTraining, cut, padded
 from forerun.training.muon import Muon, product_type
 from forerun.training.settings import TrainingSettings
 

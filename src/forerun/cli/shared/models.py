@@ -49,7 +49,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class ChatByDefault(Chat):
-    """The same, where the model itself says what is put around prompts.
+    """What is put around prompts, where the model itself says whether a template is.
 
     Args:
         raw: leave the chat template out, which is around prompts of models that are made to answer.

@@ -262,7 +262,7 @@ class Sweep:
         return self._fastest or (self.search.best if self.search and scored else None)
 
     def settings(self, about: Mapping[str, Any]) -> Settings:
-        """Those of `best`; exit heads are named by their whole path."""
+        """What `generate` takes to run `best`; exit heads are named by their whole path."""
         assert self.best is not None, "a setting was scored"
         draft = self.best.spec(self._exits and str(Path(self._exits).resolve()))
         return Settings(controller=self.best.controller, draft=draft, about=about)
