@@ -11,11 +11,18 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from forerun.costs import Costs
 from forerun.drafters import DRAFTERS
 from forerun.drafters.eagle import Eagle, EagleDrafter
 from forerun.drafters.model import ModelDraft
 from forerun.drafters.retokenized import TextDrafter
+from forerun.engine import Sampling
+from forerun.engine.meter import Lap
+from forerun.engine.prefixes import Prefixes
 from forerun.errors import ForerunWarning, ModelError, SettingError
+from forerun.lab.traces.record import Task
+from forerun.lab.traces.record import record as traced
+from forerun.lab.traces.replay import replay
 from forerun.model import Model, drafter_spec
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.drafts import ABOUT, WEIGHTS, About, Tensors, rounded, save_draft
@@ -163,6 +170,92 @@ def test_greedy_text_is_plain(runtime: str, eight: bool, tmp_path: Path) -> None
             assert sum(c.stats.drafted for c in done) > 60
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_of_a_long_prompt_only_the_end_is_read(
+    runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the text began there; a prompt in parts, ragged rows, drafts that are rejected."""
+    monkeypatch.setattr("forerun.drafters.eagle.READS", 8)
+    model = build("llama")
+    rows, contexts = RUNTIMES[runtime](model), texts(30, 5)
+    drafter = Eagle(saved(tmp_path)).build(rows, None)
+    assert isinstance(drafter, EagleDrafter)
+    rows.join(2, 40)
+    drafter.join(contexts, 40)
+    rows.feed([contexts[0][:20], contexts[1][:-1]], [0, 0])
+    drafter.follow([contexts[0][:20], None])
+    assert list(drafter._states._held) == [0, 1], "states that are to be read are held"
+    rows.feed([contexts[0][20:-1], []], [0, 0])
+    own, loose = dict(head().state_dict()), 0.03 if runtime == "openvino" else 1e-4
+    wanted = [8, 5]
+    for _ in range(3):
+        assert [drafter.unread(i, context) for i, context in enumerate(contexts)] == wanted
+        drafter._restore()
+        drafter._read(contexts, leave=99)
+        for ahead in ([], [7], [7, 10]):
+            step = drafter.step([[*context, *ahead] for context in contexts], None)
+            assert step.logits is not None
+            for row, begin in enumerate([22, 0]):
+                text = [*contexts[row], *ahead][begin:]
+                states = alone(model, contexts[row]).view(-1, 3, 32)[:, [d - 1 for d in DEPTHS]]
+                said = by_hand(own, states.flatten(1)[begin:], text, len(contexts[row]) - 1 - begin)
+                got = step.logits[row, TOKENS.long()]
+                assert float((got - said).abs().max() / said.abs().max()) < loose
+        rows.feed([[context[-1], 7, 10] for context in contexts])
+        for row, context in enumerate(contexts):  # one token of the draft is kept
+            drafter.rollback(row, len(context) + 1)
+            context += [7, 11]
+            rows.rollback(row, len(context) - 1)
+        wanted = [2, 2]
+
+
+@pytest.mark.parametrize("controller", ["fixed(3)", "auto"])
+def test_long_prompts_are_written_as_plainly_and_replayed_as_live(
+    controller: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and drawn, in batches and alone, with and without texts read before; what the head
+    reads is told to the meter."""
+    monkeypatch.setattr("forerun.drafters.eagle.READS", 16)
+    monkeypatch.setattr("forerun.engine.loop.CHUNK", 12)
+    model, shared = build("llama"), texts(36)[0]
+    prompts = [*texts(40, 20), *([*shared, *more] for more in ([5], [6, 7], [5]))]
+    laps: list[Lap] = []
+
+    def made(head: bool, **more: Any) -> Model:
+        rows = torch_rows(model)
+        spec = Eagle(saved(tmp_path)) if head else DRAFTERS.make("none")
+        one = Model(rows, spec.build(rows, None), **more)
+        add = one.meter.add
+        one.meter.add = lambda lap: laps.append(lap) or add(lap)  # type: ignore[method-assign]
+        return one
+
+    how: dict[str, Any] = {"max_new_tokens": 18, "ignore_eos": True, "seed": 3}
+    for temperature, size in ((0.0, 1), (0.0, 3), (0.8, 2)):
+        how |= {"temperature": temperature, "batch_size": size}
+        plain = made(False).generate(prompts, plain=True, **how)
+        for more in ({}, {"prefixes": Prefixes(1 << 24)}):
+            laps.clear()
+            fast = made(True, **more)
+            for _ in range(2):
+                done = fast.generate(prompts, controller=controller, **how)
+                assert [c.tokens for c in done] == [c.tokens for c in plain]
+            read = [lap.reading_tokens for lap in laps if lap.reading_tokens]
+            assert max(read) <= 16 * size
+            if not more and controller == "fixed(3)":
+                assert sum(read) == 2 * 5 * 16
+                assert all(lap.reading_seconds > 0 for lap in laps if lap.reading_tokens)
+    if controller == "fixed(3)":
+        tasks = [
+            Task("a", str(i), prompt, Sampling(max_new_tokens=18, ignore_eos=True))
+            for i, prompt in enumerate(prompts)
+        ]
+        trace = traced(made(True), tasks, depth=6)
+        ours = replay(trace, "fixed(3)", Costs.synthetic(10, 0.02))
+        live = made(True).generate(prompts, controller="fixed(3)", **{**how, "temperature": 0.0})
+        assert ours.accepted.tolist() == [c.stats.accepted for c in live]
+        assert ours.rounds.tolist() == [c.stats.rounds for c in live]
+
+
 def test_a_draft_by_text_goes_on_with_its_head(tmp_path: Path) -> None:
     """One pass of the draft a round; then what its head says behind that pass's token."""
     path, prompts = str(tmp_path), [TARGET.encode(STORY)[:n] for n in (5, 30, 12)]
@@ -219,8 +312,6 @@ def test_a_head_that_says_no_numbers_changes_no_text(name: str, tmp_path: Path) 
 
 
 def test_a_warm_prefix_has_the_heads_keys(tmp_path: Path) -> None:
-    from forerun.engine.prefixes import Prefixes
-
     model, path = build("llama"), saved(tmp_path)
     prompts = [a + b for a in texts(36) for b in ([5], [5, 6, 7], [9])]
 

@@ -130,6 +130,8 @@ def test_what_is_booked_by_hand():
     reading = book(Pace(), 2, reading=3.0)
     assert reading.budget == book(Pace(), 2).budget
     assert reading.reserve == pytest.approx(RESERVE + 2 - 1.22 + 2 * INTEREST - 3.0)
+    along = Renewal().observe(Pace(), COSTS, None, Outcome({}, {}, 0, reading=3.0))
+    assert along == Pace(reserve=RESERVE - 3.0), "a part of a prompt"
     long = book(Pace(), 1, judged={0: 20}, steps=20)
     assert long.budget == pytest.approx(BUDGET - MOST)
     assert book(Pace(budget=0.1), 1, judged={0: 20}, steps=20).budget == 0

@@ -50,14 +50,9 @@ class Proposal:
     forced: dict[int, int] = field(default_factory=dict)
     """Rows whose first tokens are of their request's constraint, and how many are."""
     steps: int = 0
-    """Steps of the drafter, one that caught up with a context left out; of one without a model, as
-    many as tokens in its longest draft."""
+    """Steps of the drafter; of one without a model, as many as tokens in its longest draft."""
     first_seconds: float = 0.0
-    """Seconds of the first of these, if it was the round's first."""
-    catch_up_seconds: float = 0.0
-    """Seconds of reading what the drafter had not followed."""
-    catch_up_tokens: int = 0
-    """How many tokens it read then."""
+    """Seconds of the first of these, with all that was read before it."""
     free: set[int] = field(default_factory=set)
     """In a chain, rows whose drafts are of the drafter without a model."""
     free_steps: int = 0
@@ -179,6 +174,11 @@ class Drafter(ABC):
     target: Rows | None = None
     """The runtime to verify with, if it is one this drafter made because it shares it."""
 
+    def unread(self, row: int, text: Sequence[int]) -> int:
+        """How many tokens of a row's text, its newest among them, the next draft reads first; 0 of
+        a drafter that need read none."""
+        return 0
+
     def counters(self, row: int) -> Mapping[str, int]:
         """What this drafter counts of a row since it joined, by name; empty if nothing."""
         return {}
@@ -250,6 +250,9 @@ class RowsDrafter(Drafter):
 
     def rollback(self, row: int, length: int) -> None:
         self.rows.rollback(row, length)
+
+    def unread(self, row: int, text: Sequence[int]) -> int:
+        return len(text) - self.rows.lengths[row]
 
     def follow(self, texts: Texts) -> None:
         """Read along with the target, so that no row has all of its prompt to read at once."""

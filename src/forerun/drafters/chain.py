@@ -18,7 +18,7 @@ from forerun.runtime.base import Rows
 
 SECONDS = (
     "target", "caches", "limit", "model", "blind", "bonus", "hears", "shares_layers", "counters",
-    "ratio", "follow", "hear",
+    "ratio", "follow", "hear", "unread",
 )  # fmt: skip
 """What a chain has of its second drafter."""
 

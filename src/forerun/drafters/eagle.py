@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from forerun.drafters.base import (
+    Prompts,
     Proposal,
     RowsDrafter,
     Step,
@@ -27,6 +28,9 @@ from forerun.runtime.eagle import KIND, EagleHead, HeadExecutor, StateReader, lo
 from forerun.runtime.states import States
 from forerun.runtime.support import check_decoder_only
 
+READS = 256
+"""Tokens before what a prompt asks for that a head reads: with those before it keeps no more of
+SmolLM2's (`dev/LOG.md`). What is left out is decided by the prompt alone: replays are exact."""
 HEADS = Path(__file__).parent / "heads"
 """Heads that ship, by the hashes of tokenizer and target."""
 
@@ -64,26 +68,48 @@ class EagleDrafter(RowsDrafter):
         """Rows under way in this round, and the head's output `(1, D)` of each one's last token."""
         self._true: dict[int, int] = {}
         """Rows whose newest tokens were read without the target's states, and how many with."""
+        self._left_out: list[int] = []
+        """Per row how many tokens its prompt has before those that are read."""
+
+    def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
+        super().join(prompts, room)
+        self._left_out.extend(max(len(prompt) - READS, 0) for prompt in prompts)
 
     def keep(self, rows: Sequence[int]) -> None:
         self._restore()
         self.rows.keep(rows)
+        self._left_out = [self._left_out[row] for row in rows]
 
     def rollback(self, row: int, length: int) -> None:
         """To what stands and was read with the target's states."""
+        length = max(length - self.rows.begins[row], 0)
         self.rows.rollback(row, min(length, self._true.pop(row, length)))
 
+    def unread(self, row: int, text: Sequence[int]) -> int:
+        return len(text) - max(self.rows.begins[row] + self.rows.lengths[row], self._left_out[row])
+
     def follow(self, texts: Texts) -> None:
-        """Read along, as far as the target has come."""
-        self._newest.clear()
-        lengths = self.target.lengths
-        self._read([t and t[: n + 1] for t, n in zip(texts, lengths, strict=True)], leave=0)
+        """Only the end of a prompt is read, when its row first drafts: states before it may go."""
+        for row, text in enumerate(texts):
+            if text is not None:
+                self._states.read(row, first := self._left_out[row], first)
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """Read what was kept of the last draft, with the target's states, then draft on."""
+        began = guide.clock()
         self._restore()
         self._read(texts, leave=CHUNK)
-        return step_by_step(self, texts, most, guide)
+        return step_by_step(self, texts, most, guide, began)
+
+    def _read(self, texts: Texts, leave: int) -> None:
+        """As if a text began where it is read from, which is where there are states."""
+        rows = self.rows
+        for row, (text, n) in enumerate(zip(texts, rows.lengths, strict=True)):
+            first = self._left_out[row]
+            if text is not None and (not n or rows.begins[row] + n <= first):
+                known = self._states.read(row, min(first, len(text) - 1), len(text) - 1)
+                rows.lengths[row], rows.begins[row] = 0, len(text) - 1 - len(known)
+        super()._read(texts, leave)
 
     def likeliest(self, texts: Sequence[list[int]], most: Sequence[int]) -> list[list[int]]:
         """The head's own greedy text behind each row's, at most so many tokens."""
@@ -124,7 +150,8 @@ class EagleDrafter(RowsDrafter):
         return step
 
     def _pieces(self, texts: Texts) -> list[list[int]]:
-        return [[self._cut[i] for i in piece] for piece in super()._pieces(texts)]
+        begun = [t and t[n:] for t, n in zip(texts, self.rows.begins, strict=True)]
+        return [[self._cut[i] for i in piece] for piece in super()._pieces(begun)]
 
     def _give(self, pieces: Sequence[Sequence[int]]) -> None:
         """What the head reads beside these tokens, of the token before each."""
@@ -135,7 +162,8 @@ class EagleDrafter(RowsDrafter):
             if (own := self._newest.get(row)) is not None:
                 out.append(own)
                 continue
-            known = self._states.read(row, max(n - 1, 0), n + len(piece) - 1)
+            begin = self.rows.begins[row]
+            known = self._states.read(row, begin + max(n - 1, 0), begin + n + len(piece) - 1)
             states = self._head.fused(known.to(self.rows.device), len(self._states.depths))
             # The first token has none before it, and what was copied into a row has none.
             out.append(torch.nn.functional.pad(states, (0, 0, len(piece) - len(states), 0)))

@@ -25,8 +25,6 @@ from forerun.runtime.base import CHUNK, Executor, Rows
 from forerun.runtime.load import load_tokenizer
 from forerun.runtime.runtimes import RuntimeSpec, Source, TorchRuntime
 
-BEHIND = 8
-"""Tokens that a step may feed on top of the newest one and still count as a step."""
 STAND_IN = 0
 """What a draft reads for an id it lacks."""
 
@@ -59,17 +57,8 @@ class ModelDrafter(RowsDrafter):
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """Catch up with each text, then draft token by token."""
         began = guide.clock()
-        lengths = self.rows.lengths
-        unread = [0 if t is None else len(t) - n - 1 for t, n in zip(texts, lengths, strict=True)]
-        behind = max(unread)
-        if behind >= CHUNK:
-            self._read(texts, leave=CHUNK)
-        read = guide.clock() - began
-        out = step_by_step(self, texts, most, guide, catching_up=behind > BEHIND)
-        if out.catch_up_seconds:
-            out.catch_up_seconds += read
-            out.catch_up_tokens = sum(unread)
-        return out
+        self._read(texts, leave=CHUNK)
+        return step_by_step(self, texts, most, guide, began)
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         """Feed what each row's cache lacks; what comes next."""

@@ -46,6 +46,10 @@ class RetokenizedDrafter(RowsDrafter):
         super().keep(rows)
         self._held = [list(self._held[row]) for row in rows]
 
+    def unread(self, row: int, text: Sequence[int]) -> int:
+        """All of a text that was not begun; else about as much as a step feeds."""
+        return 0 if self._held[row] else len(text)
+
     def rollback(self, row: int, length: int) -> None:
         """Left to the next round, which compares texts."""
 
@@ -115,13 +119,12 @@ class TextDrafter(RetokenizedDrafter):
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """As many of the draft's tokens as are asked for of the target's."""
-        out = Proposal.none(len(texts))
+        began, out = guide.clock(), Proposal.none(len(texts))
         heads = self._own(texts, most)
         ahead = [list(ids) for ids in heads]
         ends = {self._tokenizer.eos_token_id, *(self.rows.facts.eos or ())}
         active = [row for row, ids in enumerate(heads) if ids]
         while active:
-            began = guide.clock()
             pieces = self._fed([ids if row in active else [] for row, ids in enumerate(ahead)])
             best = self.rows.best(pieces, [1 if piece else 0 for piece in pieces], frozenset())
             drawn = [row for row in active if best.sound[row][0]]
@@ -186,9 +189,10 @@ class SharedTokensDrafter(RetokenizedDrafter):
         these."""
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
+        began = guide.clock()
         self._heads = self._begun(texts, most)
         try:
-            return step_by_step(self, texts, most, guide)
+            return step_by_step(self, texts, most, guide, began)
         finally:
             self._heads = []
 

@@ -34,17 +34,15 @@ def step_by_step(
     texts: Texts,
     most: Sequence[int],
     guide: StepContext,
-    catching_up: bool = False,
+    since: float | None = None,
 ) -> Proposal:
-    """Draft for every row until its limit, its controller, the stepper or the text says stop.
-
-    `catching_up` says that the first step reads on in texts that it had not followed.
-    """
+    """Draft for every row until its limit, its controller, the stepper or the text says stop. The
+    first step began at `since`, by the guide's clock, if texts were read before it."""
     out = Proposal.none(len(texts))
     ahead: list[list[int] | None] = [None if t is None else list(t) for t in texts]
     active = [row for row, text in enumerate(ahead) if text is not None]
+    began = guide.clock() if since is None else since
     while active:
-        began = guide.clock()
         step = stepper.step(ahead, guide.greedy)
         drawing = active
         if step.ended is not None:
@@ -54,15 +52,11 @@ def step_by_step(
             drawing = [row for row in active if step.ended[row] is None]
         if drawing:
             drawing = guide.choose(step, ahead, drawing, out)
-        seconds = guide.clock() - began
-        if catching_up:
-            out.catch_up_seconds += seconds
-        elif step.ran:
-            if not out.steps and not out.catch_up_seconds:
-                out.first_seconds = seconds
+        if step.ran:
+            out.first_seconds = out.first_seconds or guide.clock() - began
             out.steps += 1
         going = guide.settle(drawing, most, out)
         if going != active:
             ahead = [text if row in going else None for row, text in enumerate(ahead)]
-        active, catching_up = going, False
+        active = going
     return out

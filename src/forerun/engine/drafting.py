@@ -228,7 +228,7 @@ class RoundContext:
     def end(self, proposal: Proposal, limits: Sequence[tuple[int, Stop]]) -> None:
         """End a round: a reason for every row's end, tokens known ahead before the drafter's, and
         none that policies leave out or constraints do not allow; then second choices."""
-        if not proposal.steps and not proposal.catch_up_seconds and not proposal.free_steps:
+        if not proposal.steps and not proposal.free_steps:
             proposal.steps = max(map(len, proposal.tokens))  # it has no model
         for i, (limit, why) in enumerate(limits):
             assert len(proposal.tokens[i]) <= limit, "no more is proposed than was asked for"

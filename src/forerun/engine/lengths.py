@@ -125,6 +125,13 @@ class Lengths:
             group.plan = None
         return bool(self._groups) and not self._alone
 
+    def reads(self, i: int, costs: Costs, seat: Seat) -> bool:
+        """Whether the drafter may read along a row's prompt that takes the target several rounds;
+        arguments as of `limits`."""
+        if (group := self._rows[i].group) is None:
+            return True
+        return group.governor.reads(group.pace, group.given or costs, seat, len(self._rows))
+
     def limits(self, costs: Costs, able: Sequence[Seat | None]) -> list[int]:
         """Most tokens to draft per row; begins a round.
 
@@ -268,7 +275,7 @@ class Lengths:
                     for of in (outcome.committed, outcome.judged, outcome.leaves)
                 )
                 own = Outcome(committed, judged, len(seen.tokens), leaves=leaves)
-            if own.committed:
+            if own.committed or own.reading:
                 group.pace = group.governor.observe(group.pace, given or costs, group.plan, own)
 
     def _asked(self, i: int, question: Callable[..., Any], *about: Any) -> Any:

@@ -204,6 +204,7 @@ class Engine:
         limits = list(map(draft_limit, asked, rooms))
         most, proposal = [limit for limit, _ in limits], Proposal.none(len(rooms))
         if any(most):
+            passed.unread = [self._unread(i) if n else 0 for i, n in enumerate(most)]
             proposal = self.drafter.propose(guide.texts(most), most, guide)
         guide.end(proposal, limits)
         if not rests and not all(passed.ready):
@@ -314,17 +315,23 @@ class Engine:
 
     def _seat(self, i: int) -> Seat:
         """What a governor needs to know of a row that may draft."""
-        row, followed = self._rows[i], [rows.lengths[i] for rows in self.drafter.caches]
-        unread = len(row.context) - min(followed) if followed else 0
-        return Seat(rides=not row.rounds, unread=unread, left=row.left)
+        row = self._rows[i]
+        return Seat(rides=not row.rounds, unread=self._unread(i), left=row.left)
+
+    def _unread(self, i: int) -> int:
+        return self.drafter.unread(i, self._rows[i].context)
 
     def _read_along(self, passed: Pass) -> None:
-        """Let the drafter read what the target reads of long prompts."""
-        texts = zip(self._rows, passed.upto, passed.ready, strict=True)
-        self.drafter.follow([
-            None if ready or row.request.scores is not None else row.context[:n]
-            for row, n, ready in texts
-        ])  # fmt: skip
+        """Let the drafter read what the target reads of long prompts, where that may pay."""
+        began, costs, rows = self._clock(), passed.costs, range(len(self._rows))
+        texts: list[list[int] | None] = [None for _ in rows]
+        for i, row in enumerate(self._rows):
+            reads = not passed.ready[i] and row.request.scores is None
+            if reads and self._lengths.reads(i, costs, self._seat(i)):
+                texts[i] = row.context[: passed.upto[i]]
+        before = sum(map(self._unread, rows))
+        self.drafter.follow(texts)
+        passed.along = self._clock() - began, before - sum(map(self._unread, rows))
 
     def _verify(self, passed: Pass, proposal: Proposal) -> Judgements:
         """One pass of the target over what each row reads, then its rule's word on the draft."""
@@ -471,7 +478,7 @@ class Engine:
         outcome = Outcome(
             {i: kept.committed for i, kept in decoded.items()},
             {i: len(proposal.tokens[i]) for i in decoded},
-            proposal.steps + (proposal.catch_up_seconds > 0),  # that step drafted, too
+            proposal.steps,
             *(self._meter.booked(lap) if timed else (None, 0.0)),
             {i: len(own) for i, own in proposal.leaves.items()},
         )

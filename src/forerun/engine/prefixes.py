@@ -71,7 +71,8 @@ class Prefixes:
 
     def put(self, text: Sequence[int], row: int, caches: Sequence[Rows]) -> None:
         """Keep what the caches hold of a row's text."""
-        held = {cache: min(cache.lengths[row], len(text)) for cache in caches}
+        whole = [cache for cache in caches if not cache.begins[row]]
+        held = {cache: min(cache.lengths[row], len(text)) for cache in whole}
         token_bytes = sum(cache.facts.token_bytes for cache in caches)
         most = self.budget // token_bytes if token_bytes else len(text)
         text = text[: min(held[caches[0]], most)]
@@ -192,7 +193,7 @@ class Reuse:
             if len(row.rounds) > 1 or row.prompt <= LEAST or row.reads_all:
                 continue
             for cache in self._caches:
-                had = cache.lengths[i]
+                had = cache.begins[i] + cache.lengths[i]
                 ready, leader, coming = self._common(rows, i, cache)
                 if cache is self._caches[0] and not row.rounds:
                     if coming > ready and coming - had >= max(LEAST, (row.prompt - had) // 2):
@@ -211,7 +212,7 @@ class Reuse:
             if j == i or other.request.source is not None or other.context[0] != text[0]:
                 continue
             count = common(other.context, text)
-            best = max(best, (min(count, cache.lengths[j]), j))
+            best = max(best, (0 if cache.begins[j] else min(count, cache.lengths[j]), j))
             if j < i:
                 coming = max(coming, min(count, other.prompt))
         return *best, coming

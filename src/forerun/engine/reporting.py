@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forerun.costs import Costs
 from forerun.drafters.base import Proposal
@@ -13,6 +13,8 @@ from forerun.engine.results import Completion, Event, Round
 from forerun.engine.row import Row
 from forerun.types import Stop
 
+BEHIND = 8
+"""Tokens that a step may feed on top of the newest one and still count as a step."""
 NOTHING = Round(0, 0, 0, Stop.LIMIT, 0.0, 0.0, 0.0)  # of a request that ended before its first
 
 
@@ -29,21 +31,26 @@ class Pass:
     graphs: int  # what models had compiled or captured before; see `Executor.graphs`
     counters: list[dict[str, int]]
     costs: Costs  # what it is expected to cost
+    unread: list[int] = field(default_factory=list)  # see `Drafter.unread`; of rows that may draft
+    along: tuple[float, int] = 0.0, 0  # seconds in which the drafter read along, and tokens
     drafting: float = 0.0  # seconds until the target's pass, and
     verifying: float = 0.0  # of it
 
 
 def lap_of(passed: Pass, proposal: Proposal, now: float, graphs: int) -> Lap:
     """The clock of a round that has just ended, with so many graphs."""
-    rows, steps, reading = len(passed.upto), proposal.steps, proposal.catch_up_seconds
-    free = proposal.free_seconds
+    rows, steps, first = len(passed.upto), proposal.steps, proposal.first_seconds
+    free, (reading, tokens) = proposal.free_seconds, passed.along
+    behind = [n - 1 for i, n in enumerate(passed.unread) if n and i not in proposal.free]
+    if steps and max(behind, default=0) > BEHIND:  # what its first step took is no step's
+        steps, first, reading, tokens = steps - 1, 0.0, reading + first, tokens + sum(behind)
     drafting = passed.drafting - reading - free if steps else 0.0
     return Lap(
         rows=rows, width=passed.costs.width(proposal.widths, rows), tree=bool(proposal.leaves),
-        steps=steps, draft_seconds=drafting, first_step_seconds=proposal.first_seconds,
+        steps=steps, draft_seconds=drafting, first_step_seconds=first,
         free_steps=proposal.free_steps, free_seconds=free, verify_seconds=passed.verifying,
         other_seconds=now - passed.began - drafting - free - reading - passed.verifying,
-        reading_seconds=reading, reading_tokens=proposal.catch_up_tokens,
+        reading_seconds=reading, reading_tokens=tokens,
         read_tokens=passed.read_tokens, compiled=graphs > passed.graphs,
     )  # fmt: skip
 

@@ -125,6 +125,10 @@ class Governor(Controller, ABC):
         its width; asked before `open`, which takes longer."""
         return False
 
+    def reads(self, pace: Any, costs: Costs, seat: Seat, rows: int) -> bool:
+        """Whether the drafter reads a prompt, in a seat of a pass of so many rows."""
+        return True
+
     @abstractmethod
     def open(self, pace: Any, costs: Costs, seats: Sequence[Seat], rows: int, paid: int) -> Plan:
         """Begin a round.

@@ -94,6 +94,11 @@ class Renewal(Governor):
         look = costs.draft_seconds(1) + min(costs.cold, 0.0)
         return costs.retime == "plain" or min(pace.reserve, pace.budget) * costs.plain < look
 
+    def reads(self, pace: Pace, costs: Costs, seat: Seat, rows: int) -> bool:
+        """If the text is long enough to earn it, and the reserve pays for it."""
+        reading = seat.unread * costs.reading
+        return reading <= min(seat.left / rows, pace.reserve) * costs.plain
+
     def open(
         self, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int
     ) -> _Weighed:
@@ -102,7 +107,10 @@ class Renewal(Governor):
 
     def observe(self, pace: Pace, costs: Costs, plan: Plan | None, outcome: Outcome) -> Pace:
         """Book what the round gained or lost, and the interest."""
-        rows = max(len(outcome.committed), 1)
+        reading = outcome.reading / costs.plain
+        if not outcome.committed:
+            return pace._replace(reserve=pace.reserve - reading)
+        rows = len(outcome.committed)
         tokens, plain = sum(outcome.committed.values()) / rows, costs.plain
         time = took = 1.0
         judged = [n + outcome.leaves.get(i, 0) for i, n in outcome.judged.items()]
@@ -114,7 +122,7 @@ class Renewal(Governor):
         gain = (1 + self.interest) * tokens - took
         booked = gain * plan.shares if isinstance(plan, _Weighed) else gain
         return Pace(
-            min(pace.reserve + booked - outcome.reading / plain, self.reserve),
+            min(pace.reserve + booked - reading, self.reserve),
             max(pace.budget + max(gain, -self.most), 0.0),
             pace.tokens + tokens,
             pace.time + time,
@@ -155,26 +163,26 @@ class _Weighed(Plan):
         self._tokens, self._loss = 0, 0.0
         """Drafted so far; and what the round may lose if nothing is kept, in seconds."""
         self.most = [0] * len(seats)
-        begun = [] if costs.retime == "plain" else self._begun(pace.reserve * costs.plain)
+        begun = [] if costs.retime == "plain" else self._begun(pace)
         if any(seats[i].blind for i in begun):
             self._foresee(begun)
         else:
             self.most = [by.high * (i in begun) for i in range(len(seats))]
 
-    def _begun(self, reserve: float) -> list[int]:
+    def _begun(self, pace: Pace) -> list[int]:
         """The seats that may draft, if the budget pays for a look at a token: as many as the
-        reserve, in seconds, pays the drafter's reading of, if their texts are long enough to earn
-        it."""
+        reserve pays the drafter's reading of."""
         costs, seats, out = self._costs, self._seats, list[int]()
         step = 0.0 if self._paid else costs.draft_seconds(1)
         seen = self._trims and not seats[0].blind
         behind = costs.cold * (not self._rides) if seen else self._added(1, len(seats))
         if step + behind > self._budget:
             return out
+        pace = pace._replace(reserve=pace.reserve - step / costs.plain)
         for i, seat in enumerate(seats):
-            unread = seat.unread * costs.reading
-            if unread * self._rows <= costs.plain * seat.left and unread <= reserve - step:
-                reserve -= unread
+            if self._by.reads(pace, costs, seat, self._rows):
+                reading = seat.unread * costs.reading / costs.plain
+                pace = pace._replace(reserve=pace.reserve - reading)
                 out.append(i)
         self._loss = step + self._added(1, len(out))
         return out

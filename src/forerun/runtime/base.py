@@ -275,6 +275,9 @@ class Rows:
         self.executor, self.facts, self.device = executor, executor.facts, executor.device
         self.limit, self.vocab_size = executor.facts.limit, executor.facts.vocab_size
         self.lengths: list[int] = []  # tokens covered per row
+        self.begins: list[int] = []
+        """Per row the place in its text of the first of these: 0, but where a draft left tokens
+        before it out. The context is then what is behind."""
         self.seconds = 0.0  # wall time spent in passes so far
         self.passes = 0
 
@@ -288,10 +291,11 @@ class Rows:
             self.executor.attend(sources)
         self.executor.reserve(len(self.lengths) + count, min(room, self.limit) + 1)
         self.lengths.extend([0] * count)
+        self.begins.extend([0] * count)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may be kept twice, the others are dropped."""
-        self.lengths = [self.lengths[row] for row in rows]
+        self.lengths, self.begins = ([of[r] for r in rows] for of in (self.lengths, self.begins))
         self.executor.keep(rows, self.lengths)
         if self.executor.states is not None:
             self.executor.states.keep(rows)

@@ -19,9 +19,9 @@ from forerun.checks import choice
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.costs import Costs
 from forerun.drafters.base import Prompts, Proposal, Step, StepContext, Texts
-from forerun.drafters.model import BEHIND
 from forerun.drafters.stepping import step_by_step
 from forerun.engine.meter import Meter
+from forerun.engine.reporting import BEHIND
 from forerun.lab.traces.batches import NoModel, Recorded, Replayed
 from forerun.lab.traces.results import costs_for
 from forerun.lab.traces.trace import Trace
@@ -104,6 +104,9 @@ class _Drafter(Recorded):
         super().keep(rows)
         self._rows.keep(rows)
 
+    def unread(self, row: int, text: Sequence[int]) -> int:
+        return len(text) - self._rows.lengths[row]
+
     def rollback(self, row: int, length: int) -> None:
         self._rows.lengths[row] = min(self._rows.lengths[row], length)
 
@@ -114,23 +117,19 @@ class _Drafter(Recorded):
         unread = sum(
             len(text) - n
             for text, n in zip(texts, lengths, strict=True)
-            if text is not None and len(text) - n > BEHIND
+            if text is not None and len(text) - n - 1 > BEHIND
         )
         for row, text in enumerate(texts):
             lengths[row] = lengths[row] if text is None else len(text)
+        began = clock.now
         if unread:
-            began = clock.now
             clock.spend("reading", (READING[0] + READING[1] * unread) * costs.plain)
-            reading = clock.now - began
         self._target.behind_a_draft, self._first = True, not unread
         self.begin(texts)
         depth = self.trace.depth
-        out = step_by_step(self, texts, [min(n, depth) for n in most], guide, bool(unread))
+        out = step_by_step(self, texts, [min(n, depth) for n in most], guide, began)
         for row, shown in enumerate(out.shown):
             lengths[row] += max(len(shown) - 1, 0)
-        if unread:
-            out.catch_up_seconds += reading
-            out.catch_up_tokens = unread
         return out
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
