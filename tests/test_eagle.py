@@ -240,7 +240,7 @@ def test_long_prompts_are_written_as_plainly_and_replayed_as_live(
                 done = fast.generate(prompts, controller=controller, **how)
                 assert [c.tokens for c in done] == [c.tokens for c in plain]
             read = [lap.reading_tokens for lap in laps if lap.reading_tokens]
-            assert max(read) <= 16 * size
+            assert max(read) <= (16 if controller == "fixed(3)" else 16 + 18) * size
             if not more and controller == "fixed(3)":
                 assert sum(read) == 2 * 5 * 16
                 assert all(lap.reading_seconds > 0 for lap in laps if lap.reading_tokens)
