@@ -172,7 +172,8 @@ def of_another_tokenizer(kind: type[RetokenizedDrafter]) -> Case:
     """A draft that tells another story, in other tokens."""
     draft = writes(DRAFT, STORY.replace("naïve", "native"))
     prompts = [TARGET.encode(STORY)[:n] for n in (5, 30, 12, 8)]
-    return Case(writes(TARGET, STORY), kind(draft, 300, TARGET, DRAFT), prompts)
+    target = writes(TARGET, STORY)
+    return Case(target, kind(draft, target.vocab_size, TARGET, DRAFT), prompts)
 
 
 CASES: dict[str, Callable[[], Case]] = {
