@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -63,6 +64,10 @@ def _gguf(file: gguf.GGUF, installed: bool) -> list[str]:
     facts = file.facts()
     why = file.refusal if installed else "the extra openvino is not installed"
     if not why:
+        from forerun.runtime.openvino.parts import narrows
+
+        if not file.window and narrows(file.kind):
+            facts = replace(facts, token_bytes=facts.token_bytes // 2)
         held = f"openvino, weights as they are ({file.kind}), {_memory(file, facts)}"
     else:
         held = f"torch, weights widened to bfloat16 ({_mb(facts.weights * 2)}): {why}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from operator import add
 from typing import Any
@@ -19,7 +20,7 @@ from forerun.runtime.best import read
 from forerun.runtime.openvino.blocks import GROUP
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.forms import HALVED, Forms, spans
-from forerun.runtime.openvino.nodes import lookup, tap
+from forerun.runtime.openvino.nodes import BLOCK, lookup, tap
 from forerun.runtime.openvino.pool import Pool
 from forerun.runtime.openvino.store import let_go
 from forerun.runtime.states import States
@@ -115,6 +116,8 @@ class OpenVINOExecutor(Executor):
         self.trees = self._forms.open.trees and not self._forms.most_split
         self.pad(self._least)
         self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)
+        token_bytes = self.pool.nbytes // (self.pool.total * BLOCK)
+        self.facts = replace(self.facts, token_bytes=token_bytes)
 
     def settle(self) -> None:
         """Give back pages of the graph's file, too."""

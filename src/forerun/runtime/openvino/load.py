@@ -206,7 +206,7 @@ def _compiled(
     tries = [(None, 2, False), (0, 1, False)]
     if not rounds:
         tries.insert(0, (None, 1, False))
-    elif facts.precision.startswith(("Q", "int4")) and narrows():
+    elif narrows(facts.precision):
         names = {name for port in graph.inputs for name in port.get_names()}
         if TREES[0] in names:  # no windows: Gemma 3 would lose 2 % of its best tokens
             tries.insert(0, (None, 2, True))

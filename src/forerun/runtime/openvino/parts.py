@@ -16,6 +16,7 @@ import numpy as np
 import openvino as ov
 import openvino.opset15 as op
 
+from forerun.runtime.openvino.blocks import rounds_inputs
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.export import integers
 from forerun.runtime.openvino.ports import replace
@@ -29,9 +30,12 @@ _PRODUCT = Path(__file__).with_name("product.xml")
 
 
 @cache
-def narrows() -> bool:
-    """Whether attention of quantised weights may be in bfloat16 on this CPU: it multiplies such
-    numbers, and has no matrix units, where nobody has compared passes of all widths."""
+def narrows(precision: str) -> bool:
+    """Whether attention over weights of a precision may be in bfloat16 on this CPU: they are in 4
+    to 8 bits, it rounds inputs and multiplies such numbers, and has no matrix units, where nobody
+    has compared passes of all widths."""
+    if not (precision.startswith(("Q", "int4")) and rounds_inputs()):
+        return False
     own = core().get_property("CPU", "INFERENCE_PRECISION_HINT")  # where the plug-in may choose
     return bool(own == ov.Type.bf16) and not has_matrix_units()
 
