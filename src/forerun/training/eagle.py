@@ -367,30 +367,28 @@ def begin_copying(head: Eagle3Head, texts: Sequence[Text], depths: int) -> Text:
     the token just read, from states `(n, depths × H)`: keys are what a state says of the token
     that was read with it, which fused states are made to say.
 
-    Tokens are compared in random directions, spread evenly, by the half of a head's numbers that
-    hardly turn with distance.
+    Tokens are compared in random directions, by the half of a head's numbers that hardly turn with
+    distance.
     """
     width, size = head.width, head.form.head_width
     tokens = torch.cat([head.attention_norm(F.embedding(ids, head.table).float())
                         for ids, _ in texts])  # fmt: skip
-    sizes, axes = torch.linalg.eigh(tokens.T @ tokens / len(tokens))
-    even = (axes * (sizes.clamp(min=0) + 0.01 * sizes.mean()) ** -0.25) @ axes.T
     half = size // 2
     still = [*range(half // 2, half), *range(half + half // 2, size)]
-    directions = torch.linalg.qr(torch.randn(width, width)).Q[: len(still)].to(even) @ even
+    directions = torch.linalg.qr(torch.randn(width, width)).Q[: len(still)].to(tokens)
     directions /= (tokens @ directions.T).square().mean().sqrt()
     codes = tokens @ directions.T
     states = torch.cat([own for _, own in texts])
     normed = rms(states.unflatten(-1, (depths, -1)), head.form.eps).flatten(-2)
     of_states, fused = _closest(normed, codes), head.fused(states, depths)
     share = MIXED * (fused.square().mean() / (normed @ of_states).square().mean()).sqrt()
-    room = torch.linalg.qr(torch.randn(width, width)).Q[:, : len(still)].to(even)
+    room = torch.linalg.qr(torch.randn(width, width)).Q[:, : len(still)].to(tokens)
     head.fuse.weight += share * (len(still) / width) ** -0.5 * room @ of_states.T
     known = rms(head.fused(states, depths), head.form.eps)
     of_fused = _closest(known, codes)
     logit = ((known @ of_fused) * codes).sum(-1).mean() * size**-0.5
     sharp = (MATCH / logit.clamp(min=1e-3)).sqrt()
-    query, key = 0.02 * torch.randn(2, size, 2 * width).to(even) * sharp * directions.std()
+    query, key = 0.02 * torch.randn(2, size, 2 * width).to(tokens) * sharp * directions.std()
     query[still, :width] += sharp * directions
     key[still, width:] += sharp * of_fused.T
     return query, key
