@@ -4,8 +4,6 @@ A few numbers take numpy a third of the time that they take torch; exponentials 
 are torch's on the host, too. What both libraries call the same is called as it is (`library`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Where files are kept that can be made again; files that are written whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

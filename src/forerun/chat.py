@@ -1,7 +1,5 @@
 """Conversations as a model's own template writes them, and texts with special tokens in them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Checks of settings that several controllers and rules share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A drafter's confidence in its own token: the score of CM-ASD."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Any

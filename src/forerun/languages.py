@@ -1,7 +1,5 @@
 """What a translation model's text begins with: its start token, a language, words of one's own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Models to generate with: `load` one, then `generate` or `stream`."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Generator, Mapping, Sequence

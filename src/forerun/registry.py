@@ -6,8 +6,6 @@ third parties add theirs by the entry points ``forerun.controllers``, ``forerun.
 ``forerun.drafters``.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import re

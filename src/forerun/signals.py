@@ -1,7 +1,5 @@
 """What a distribution says about its own tokens, in one pass over the logits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Set
 

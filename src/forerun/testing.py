@@ -8,8 +8,6 @@
 [1, 2, 3, 4]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

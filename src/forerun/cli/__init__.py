@@ -3,8 +3,6 @@
 Help of all commands needs none of them: their lines are in `COMMANDS`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache

@@ -1,8 +1,6 @@
 """`forerun write`, `build-datastore`, `build-memory`: texts of a target, and what they make without
 training."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated, Any

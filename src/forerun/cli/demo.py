@@ -1,7 +1,5 @@
 """`forerun demo`: three prompts, one load."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from typing import Any

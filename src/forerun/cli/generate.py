@@ -1,7 +1,5 @@
 """`forerun generate`."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import Annotated, Any

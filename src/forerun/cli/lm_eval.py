@@ -1,7 +1,5 @@
 """`forerun lm-eval`: tasks of lm-evaluation-harness, and what a rule costs there."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from forerun import zoo

@@ -1,7 +1,5 @@
 """`forerun list`, `info` and `cite`: what is available, and of whom."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

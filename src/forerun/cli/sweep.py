@@ -1,7 +1,5 @@
 """`forerun sweep`: settings of a drafter, tuned for a model."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """`forerun train-draft`: drafts that share what their target has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`forerun zoo`: the models that ship."""
 
-from __future__ import annotations
-
 import typer
 
 from forerun.cli.shared import options

@@ -1,7 +1,5 @@
 """`adaedl`: stop drafting by an entropy bound, held to a wanted acceptance rate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 

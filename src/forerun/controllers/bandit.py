@@ -1,7 +1,5 @@
 """`bandit`: try a few lengths, then play the one that pays best."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The contract of a length policy: how far to run ahead, for one request."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import field
 from typing import Any, ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """`bounded`: another controller's length, clipped."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

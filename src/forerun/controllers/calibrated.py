@@ -1,7 +1,5 @@
 """`calibrated`: acceptance forecast from probabilities that are calibrated to it online."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """`cm-asd`: draft as many tokens as the drafter's mean confidence suggests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 

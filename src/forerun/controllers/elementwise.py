@@ -8,8 +8,6 @@ A *tree* is what states and memos are made of: numbers, arrays and (named) tuple
 replay every leaf has one more axis, the last: the prompts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`exllama-confidence`: stop when a rejection is likely, by bins of confidence counted online."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 

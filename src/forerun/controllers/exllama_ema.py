@@ -1,7 +1,5 @@
 """`exllama-ema`: just above the moving average of accepted tokens, and rest where none are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 

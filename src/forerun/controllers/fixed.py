@@ -1,7 +1,5 @@
 """`fixed`: the same speculation length every round."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """`gammatune`: follow the number of accepted tokens by a moving average."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """`gammatune+`: `gammatune`, and stop drafting when the drafter becomes unsure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """`hf-heuristic`: lengthen after a fully accepted draft, shorten after a rejection."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """`hf-threshold`: stop drafting when the drafter becomes unsure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 

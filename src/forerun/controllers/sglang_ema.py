@@ -1,7 +1,5 @@
 """`sglang-ema`: one step beyond the moving average of accepted tokens, in tiers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """`survival`: how likely drafted tokens, and the next one, are to be kept."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """`svip`: stop drafting when the draft distribution is too uncertain."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 

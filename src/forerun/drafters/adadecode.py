@@ -1,7 +1,5 @@
 """The target's middle layers say sure tokens; their other layers are run later, together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any, ClassVar

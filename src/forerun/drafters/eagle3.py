@@ -1,7 +1,5 @@
 """A published EAGLE-3 head drafts, on the target's hidden states."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """What kind of drafter a folder holds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What drafters without a model have in common."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Sequence

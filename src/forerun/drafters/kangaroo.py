@@ -1,7 +1,5 @@
 """A shallow exit of the target drafts, through an adapter that was trained for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Drafting from what the target itself said of places it has not come to yet."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar

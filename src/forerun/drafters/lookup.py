@@ -1,7 +1,5 @@
 """Drafting from the text itself."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

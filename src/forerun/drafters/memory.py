@@ -1,7 +1,5 @@
 """Drafting from what the target wrote before: n-grams of other texts, and of this one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The target's own layer for multi-token prediction drafts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

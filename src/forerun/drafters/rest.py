@@ -1,7 +1,5 @@
 """Drafting from a datastore of texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """A shallow decoder on the target's own encoder drafts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Drafting from counts of what followed the text's last tokens before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -3,8 +3,6 @@
 Live these are numbers; a replay asks for many rows at once, with arrays `(rows,)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A leaf at place n follows the first n drafted tokens, like the drafted token the
 rejected and the leaf comes instead, the round commits the target's own token behind it, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """One request while it runs, and drafts from a text that it predicts."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence

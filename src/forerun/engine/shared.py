@@ -1,7 +1,5 @@
 """One engine for many streams, from however many threads."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence

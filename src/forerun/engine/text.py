@@ -1,7 +1,5 @@
 """Turning tokens into text one at a time."""
 
-from __future__ import annotations
-
 import codecs
 import json
 from collections.abc import Iterable, Sequence

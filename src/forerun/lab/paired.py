@@ -1,7 +1,5 @@
 """Speculative beside plain decoding: same process, same engine, paired runs in turns."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ best are closer than that, another token may win. `compare` writes the same prom
 then reads the float32 texts in both, so that every position counts once, whatever came before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

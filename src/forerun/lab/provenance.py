@@ -1,7 +1,5 @@
 """Provenance of figures: the models, the machine, the versions."""
 
-from __future__ import annotations
-
 import platform
 from datetime import UTC, datetime
 from hashlib import file_digest, sha256

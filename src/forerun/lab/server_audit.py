@@ -5,8 +5,6 @@ tokens, so their log-probabilities should be the same but for rounding; how far 
 is measured on the tokens the texts have in common.
 """
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

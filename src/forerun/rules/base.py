@@ -1,7 +1,5 @@
 """The contract of an acceptance rule: what to keep."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`block`: judge the draft as a whole; lossless, and never accepts fewer than `standard`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """`budget`: another rule, for as long as its drift stays within a budget."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """`cm-asd`: keep near-best tokens, by a margin that moves with the drafter's confidence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 

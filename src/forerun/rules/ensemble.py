@@ -1,7 +1,5 @@
 """`ensemble`: let the output be a mixture of target and draft."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """`exact`: keep what the target would have said itself, greedily."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """`fly`: forgive a mismatch if the target agrees with what the draft says after it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

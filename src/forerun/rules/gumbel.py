@@ -1,7 +1,5 @@
 """`gumbel`: draft and target draw by the same noise, and a seed's text depends on neither draft."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

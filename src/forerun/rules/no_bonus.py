@@ -1,7 +1,5 @@
 """`no-bonus`: another rule, on every token of the text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """`priced`: leniency where it saves most: where a request's drafts are poor and this one is not."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 

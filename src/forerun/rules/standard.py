@@ -1,7 +1,5 @@
 """`standard`: speculative sampling, lossless for any draft."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Attention of passes over rows: grouped queries without copies of keys and values, and windows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

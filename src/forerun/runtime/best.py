@@ -4,8 +4,6 @@ Read with numpy from the pass's own output: an arg-max over 6,144 (152,000) logi
 there and 40 (205) as a `TopK` node of the graph.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Keys and values of many sequences, each row with its own length."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any

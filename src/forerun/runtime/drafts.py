@@ -1,7 +1,5 @@
 """A trained draft on disk: `draft.json` says what it is, `draft.safetensors` holds its tensors."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """EAGLE-3 heads as their makers publish them: folders of `speculators`, and the authors' layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path

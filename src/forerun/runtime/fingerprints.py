@@ -1,7 +1,5 @@
 """Names for models by what they are, not by where they lie."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

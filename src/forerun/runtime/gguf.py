@@ -4,8 +4,6 @@ The package `gguf` takes 4 to 15 s of CPU time for the tokens of a vocabulary; w
 takes 0.2 s.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from collections import Counter

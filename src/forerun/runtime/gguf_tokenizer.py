@@ -4,8 +4,6 @@
 says: other ids for digits that are not ASCII.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers

@@ -6,8 +6,6 @@ queries reads, behind the text, learned vectors in the places of tokens that are
 says at each what may stand after it: a whole block in one pass.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -4,8 +4,6 @@ Nothing of a model is copied: its own modules are called, one by one, as its own
 Whether that is the model is proven when it is loaded, so that no list of families is kept.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any

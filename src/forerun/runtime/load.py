@@ -1,7 +1,5 @@
 """Loading models and tokenizers, with errors a person can act on."""
 
-from __future__ import annotations
-
 import json
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """The gate every model passes when it is loaded: rows in a batch against the model alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which executor runs a model, by name: `--runtime`, `load(runtime=...)`."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Token trees: pieces of which not every token follows the one before it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

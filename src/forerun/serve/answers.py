@@ -1,7 +1,5 @@
 """What goes back to a client: whole answers and the frames of a stream, as plain JSON values."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The HTTP API: routes, and nothing that knows the engine."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """What an operator decides."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

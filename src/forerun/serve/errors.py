@@ -1,7 +1,5 @@
 """What a client may be told, in the shape OpenAI's clients read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

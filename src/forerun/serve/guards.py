@@ -1,7 +1,5 @@
 """What stands before every route: size, host, key, and an answer whatever happens."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """Prometheus metrics: vLLM's names after a prefix of one's own, and those only forerun has."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Fields we know are checked; a field that looks like a misspelt one is refused; o
 and listed in the answer, since many clients send fields of their own.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import tomllib

@@ -4,8 +4,6 @@ Each borrowed shape keeps its own definition of the acceptance rate: vLLM's is a
 drafted, forerun's accepted over judged.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """OpenAI's Responses: read as a chat request, answered as items and named events."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any

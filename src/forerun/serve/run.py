@@ -1,7 +1,5 @@
 """Listening, by connections that may neither stay half open nor come in any number; leaving."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

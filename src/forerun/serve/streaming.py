@@ -1,7 +1,5 @@
 """Answers that must not outlive their client."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

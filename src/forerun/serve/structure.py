@@ -1,7 +1,5 @@
 """Structured output: what a request wants its text to be, as a constraint of its sampling."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Text to tokens and back, away from the event loop and from the engine's own tokenizer."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence

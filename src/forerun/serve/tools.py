@@ -4,8 +4,6 @@ A call is written as the model's own template writes calls (`chat.CallFormat`), 
 to the function's schema.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -5,8 +5,6 @@ They learn the target's distribution over their own vocabulary and the target's 
 places of what the target wrote; steps after the first read the head's own outputs, as in use.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd

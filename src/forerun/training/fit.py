@@ -4,8 +4,6 @@ The target is frozen. A kind of draft says what it learns (`Training`); the loop
 and what is written at the end are the same for all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

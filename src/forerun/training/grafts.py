@@ -4,8 +4,6 @@ Both learn the target's distributions (forward KL) at every place of the texts; 
 besides at the places of its queries, behind texts cut off at random.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,8 +1,6 @@
 """Training of drafts that read a frozen target's states once a token: Kangaroo's adapter, Medusa's
 heads, and exit heads."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any

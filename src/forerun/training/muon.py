@@ -1,7 +1,5 @@
 """Muon: momentum, orthogonalised; for matrices of hidden layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

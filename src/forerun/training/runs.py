@@ -1,7 +1,5 @@
 """A run of training: it is logged, saved now and then, stopped at any time and resumed."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

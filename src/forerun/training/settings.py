@@ -1,7 +1,5 @@
 """How drafts that belong to a target are trained."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 Importing this module loads neither torch nor transformers.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ Text goes to stdout, messages go to stderr, so a pipe gets the text alone. Progr
 terminals only, and gone when the work is done.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Turning whatever goes wrong into one line and an exit code."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -5,8 +5,6 @@ library calls a setting is declared there and nowhere else. The help of other op
 "Args" in the docstring of their command, as that of fields in the docstring of their class.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """JSON documents, printed and saved."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

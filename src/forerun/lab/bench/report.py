@@ -6,8 +6,6 @@ the seconds. Figures of many groups are geometric means, their intervals 95 % by
 groups (at batch 1: the prompts).
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence

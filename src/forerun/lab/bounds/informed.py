@@ -4,8 +4,6 @@ One kind of policies drafts on while a linear form is above 0. Its columns are d
 `Acceptance`; how it is fitted is in docs/bounds.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 

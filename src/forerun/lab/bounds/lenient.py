@@ -6,8 +6,6 @@ finds the cheapest such policy in seconds and price · drift, from the end of a 
 price is the least at which the mean drift a token stays within a budget (docs/bounds.md).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

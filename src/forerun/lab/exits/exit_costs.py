@@ -1,7 +1,5 @@
 """Costs of early exits on this machine, to turn counts into seconds."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """What every layer of a target would say if its own head were read there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Choosing SpecBound's settings: searched by exact counts, confirmed by the clock."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

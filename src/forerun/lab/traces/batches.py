@@ -4,8 +4,6 @@ Who joins and leaves when, how far the rows draft together and where they rest i
 `engine.Engine`, its crew and its meter, as in a live run; only the models' outputs are looked up.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace

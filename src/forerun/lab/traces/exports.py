@@ -4,8 +4,6 @@ Each export searches what the other engine can do, by replaying the controller o
 same, so it need not be the controller recommended for forerun.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Traces of what drafts in another engine."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Timing a pair of models and the engine around them, for a table of costs."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence

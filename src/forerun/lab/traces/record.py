@@ -13,8 +13,6 @@ controller, whose counts then have the live engine's distribution (docs/trace.md
 `gumbel` both models draw by the noise of a place, and counts are the live engine's own.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing

@@ -6,8 +6,6 @@ text's own, whatever was kept: a lenient rule's live text has other contexts. Ho
 tokens a round is in docs/papers.md.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Search spaces of `forerun tune`: the values each parameter of a controller may take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar

@@ -4,8 +4,6 @@ mechanism of a controller is worth.
 Every trial is a replay, so a hundred settings cost about as much as decoding one prompt.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Recording with any drafter: the live engine, drafting before every token and keeping nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

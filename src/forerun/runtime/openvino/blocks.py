@@ -10,8 +10,6 @@ is a product with signed weights, and one with the sums of x over each block, wh
 the weights and stays in float32: together the file's own weights.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache

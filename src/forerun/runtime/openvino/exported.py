@@ -4,8 +4,6 @@ Their attention reads a cache that the model keeps inside; here it becomes the p
 `export`, and the head is over wanted tokens only. Weights stay in the form they have.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from math import prod

@@ -4,8 +4,6 @@ OpenVINO's reader makes the graph, with attention over caches of its own; here t
 placeholders of `export`, and the head is over wanted tokens only. No weight is in torch.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Keys and values of rows, in blocks of memory that a compiled graph is given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

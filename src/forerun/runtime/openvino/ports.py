@@ -1,7 +1,5 @@
 """Walking and mending a graph, and giving one that others made the inputs and output of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import openvino as ov

@@ -4,8 +4,6 @@ Between two passes the caches of the processor are cold, so every object touched
 integers are written through memory views, and a tensor is bound again only when its size changes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ a pass. With the rows in their makers' order the pairs are the two halves of a h
 what they are, since queries and keys are in the same order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Decoders of encoder-decoder models on OpenVINO; PyTorch reads the sources."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import accumulate

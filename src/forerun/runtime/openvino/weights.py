@@ -1,7 +1,5 @@
 """Products in other forms: several as one, weights in 16 bits, the same numbers, or in 8 bits."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
