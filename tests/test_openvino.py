@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import platform
+import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -874,3 +876,35 @@ def test_copies_of_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiled[2:4] == [([1, 4, 10, 16], [24, 32]), ([1, 4, 10, 16], [])]
     assert tiled[4:] == [([1, 4, 10], []), ([1], []), ([], [])]
     assert of(million, halved=True, tiled=True) == of(million)
+
+
+def huge() -> int:
+    """Bytes of this process's own memory that are in huge pages."""
+    of = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.findall(r"AnonHugePages: +(\d+)", of)[0]) << 10
+
+
+@pytest.mark.skipif(
+    [*map(int, re.findall(r"\d+", platform.release())[:2])] < [6, 1]
+    or not Path("/sys/kernel/mm/transparent_hugepage/enabled").is_file(),
+    reason="this system puts no memory into huge pages when asked",
+)
+def test_memory_is_put_into_huge_pages() -> None:
+    numbers, before = np.arange(4 << 20), huge()
+    store.join_pages()
+    assert huge() - before >= 24 << 20, "of 32 MB"
+    assert np.array_equal(numbers, np.arange(4 << 20))
+
+
+@pytest.mark.parametrize(("least", "joined"), [(1, 1), (1 << 20, 0)])
+def test_passes_of_large_weights_put_them_into_huge_pages(
+    model: Any, monkeypatch: pytest.MonkeyPatch, least: int, joined: int
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(forms, "SMALLEST_JOINED", least)
+    monkeypatch.setattr(forms, "join_pages", lambda: calls.append(1))
+    executor = from_model(model, cached=False)
+    for _ in range(2 * forms.WANTED):
+        executor.run([0], [[1]], [1])
+    forms.BEHIND.submit(int).result()
+    assert len(calls) == joined

@@ -33,6 +33,12 @@ FORMAT = 9
 """Goes up when graphs of old versions of this package must not be used."""
 LARGEST_BYTES = 16 << 30
 """The store's size; beyond it the entries that were not used for longest are deleted."""
+_HUGE = 2 << 20
+"""Bytes of a huge page, at a multiple of that."""
+_USED = 7 / 8
+"""Share of a huge page that must be in use, as all of it is taken then."""
+_COLLAPSE = 25
+"""MADV_COLLAPSE, which `mmap` does not name."""
 _GRAPH, _FACTS, _REFERENCE = "graph.xml", "facts.json", "reference.npy"
 
 
@@ -107,14 +113,43 @@ def let_go(name: str | None) -> None:
     """
     weights = str((folder() / str(name) / _GRAPH).with_suffix(".bin"))
     with suppress(OSError, AttributeError):  # other systems have no such file, or no such call
-        advise = ctypes.CDLL(None).madvise
-        advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            if line.endswith(weights):
-                first, last = (int(place, 16) for place in line.split()[0].split("-"))
-                advise(first, last - first, mmap.MADV_DONTNEED)
+        for first, last, about in _mappings():
+            if about[-1] == weights:
+                _system("madvise", first, last - first, mmap.MADV_DONTNEED)
     with suppress(AttributeError):  # of glibc alone
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def join_pages() -> None:
+    """Put memory of this process into huge pages where it about fills them.
+
+    A processor looks fewer places up then, and prefetches beyond 4 KB: two threads of a Zen 4 read
+    28 GB/s for 20. Nothing happens on systems that cannot, such as Linux before 6.1.
+    """
+    with suppress(OSError, AttributeError):
+        for first, last, (rights, _, _, inode, *_) in _mappings():
+            first, last = -(-first // _HUGE) * _HUGE, last // _HUGE * _HUGE
+            if rights != "rw-p" or inode != "0" or first >= last:
+                continue
+            there = np.zeros((last - first) // mmap.PAGESIZE, np.uint8)
+            if _system("mincore", first, last - first, there.ctypes.data):
+                continue
+            used = (there & 1).reshape(-1, _HUGE // mmap.PAGESIZE).mean(1) >= _USED
+            edges = np.flatnonzero(np.diff(used, prepend=False, append=False)) * _HUGE
+            for begin, end in edges.reshape(-1, 2).tolist():
+                _system("madvise", first + begin, end - begin, _COLLAPSE)
+
+
+def _mappings() -> list[tuple[int, int, list[str]]]:
+    """First and last address of what is mapped, and what the kernel says of it."""
+    lines = (x.split(maxsplit=5) for x in Path("/proc/self/maps").read_text().splitlines())
+    places = ((line[0].split("-"), line[1:]) for line in lines)
+    return [(int(first, 16), int(last, 16), about) for (first, last), about in places]
+
+
+def _system(call: str, *given: int) -> int:
+    """Call the kernel; not 0 if it refuses."""
+    return int(getattr(ctypes.CDLL(None), call)(*map(ctypes.c_size_t, given)))
 
 
 def discard(name: str) -> None:
