@@ -86,14 +86,14 @@ def test_logits_are_those_of_speculators(name: str) -> None:
             rows.keep([])
             rows.join(1, 40)
             known = head.fused(states[: place + 1], 3)
-            rows.executor.given = torch.nn.functional.pad(known, (0, 0, 1, 0))
+            rows.executor.given = [torch.nn.functional.pad(known, (0, 0, 1, 0))]
             got = rows.feed([[5, *ids[: place + 1]]], [1])  # whatever the text's first token is
             for ahead in range(3):
                 torch.testing.assert_close(got[0, 0], wanted[ahead, place], atol=1e-4, rtol=1e-4)
                 if ahead < 2:
                     end = rows.lengths[0]
                     assert rows.executor.states is not None
-                    rows.executor.given = rows.executor.states.read(0, end - 1, end)
+                    rows.executor.given = [rows.executor.states.read(0, end - 1, end)]
                     got = rows.feed([[ids[place + 1 + ahead]]], [1])
 
 
@@ -109,7 +109,7 @@ def test_the_draft_reads_the_targets_three_depths() -> None:
         again = drafter_of(str(DATA / "llama"), rows).rows
         again.join(1, 20)
         known = drafter._head.fused(alone(model, text)[:-1], 3)
-        again.executor.given = torch.nn.functional.pad(known, (0, 0, 1, 0))
+        again.executor.given = [torch.nn.functional.pad(known, (0, 0, 1, 0))]
         wanted = again.feed([text], [1])[0, 0]
     torch.testing.assert_close(step.logits[0, drafter._tokens], wanted, atol=1e-4, rtol=1e-4)
     assert int((step.logits[0] > -torch.inf).sum()) == len(wanted) == 40

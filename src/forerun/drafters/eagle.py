@@ -44,7 +44,7 @@ class EagleDrafter(RowsDrafter):
     Args:
         target: its executor leaves states; the engine verifies with it.
         states: those.
-        head: whose projection of states is used.
+        head: what drafts.
         tokens: `(V,)` ids of the tokens that it says.
         name: of the head.
     """
@@ -163,12 +163,14 @@ class EagleDrafter(RowsDrafter):
                 out.append(own)
                 continue
             begin = self.rows.begins[row]
-            known = self._states.read(row, begin + max(n - 1, 0), begin + n + len(piece) - 1)
-            states = self._head.fused(known.to(self.rows.device), len(self._states.depths))
+            states = self._states.read(row, begin + max(n - 1, 0), begin + n + len(piece) - 1)
+            if isinstance(self._executor, HeadExecutor):  # others' passes project them
+                states = self._head.fused(states.to(self.rows.device), len(self._states.depths))
             # The first token has none before it, and what was copied into a row has none.
-            out.append(torch.nn.functional.pad(states, (0, 0, len(piece) - len(states), 0)))
-        if out:
-            self._executor.given = torch.cat(out)
+            if lacking := len(piece) - len(states):
+                states = torch.nn.functional.pad(states, (0, 0, lacking, 0))
+            out.append(states)
+        self._executor.given = out
 
     def _restore(self) -> None:
         self._newest.clear()

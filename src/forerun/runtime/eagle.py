@@ -315,16 +315,16 @@ class HeadExecutor(PaddedExecutor):
     def __init__(self, head: StateReader, facts: Facts, device: torch.device) -> None:
         self.cache = RowCache()
         self.head, self.facts, self.device = head, facts, device
-        self.given: torch.Tensor | None = None
-        """`(tokens, D)` states of all tokens of the next pass, a row's after another's."""
+        self.given: list[torch.Tensor] = []
+        """`(tokens, D)` states of the tokens of the next pass, of each fed row."""
         self.states = States((1,), head.width)
 
     def run(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
     ) -> torch.Tensor:
         if any(pieces):
-            assert self.given is not None, "states come before the tokens"
-            self._given = self.given.split([len(piece) for piece in pieces])
+            fed = [row for row, piece in enumerate(pieces) if piece]
+            self._given = dict(zip(fed, self.given, strict=True))
         return super().run(starts, pieces, wanted)
 
     def _forward(self, now: PaddedPass) -> torch.Tensor:

@@ -1,22 +1,38 @@
-"""The head of the drafter `eagle` as a graph, its weights in 8 bits."""
+"""The head of the drafter `eagle` as a graph, its weights in 8 bits.
+
+What a token of it is given is as wide as the target's states of one and the head's output together:
+the states of the token before it, or behind as many zeros the output. So a pass projects states,
+too, for less than a call of torch's takes behind a pass of the target.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import openvino as ov
+import openvino.opset15 as op
 import torch
 import torch.nn.functional as F
 
-from forerun.runtime.base import Facts
+from forerun.runtime.base import LOGITS, Best, Facts, Pieces
+from forerun.runtime.best import read
 from forerun.runtime.eagle import HEAD, EagleHead
 from forerun.runtime.openvino import store
-from forerun.runtime.openvino.executor import OpenVINOExecutor
+from forerun.runtime.openvino.executor import OpenVINOExecutor, settings
 from forerun.runtime.openvino.export import INPUTS, Attention, convert, name
+from forerun.runtime.openvino.forms import Form
 from forerun.runtime.openvino.nodes import GIVEN, STATES, attach
+from forerun.runtime.openvino.ports import replace as replaced
 from forerun.runtime.openvino.weights import hold
 from forerun.runtime.states import States
+from forerun.runtime.trees import Parents
+
+READ, AHEAD = 5, 3
+"""Tokens of a row alone that a pass reads at most to go on by itself, and by how many it does: most
+rounds keep no more, and draft no more than it writes then."""
 
 _TOKENS = 7  # of the example that is traced
 
@@ -24,9 +40,9 @@ _TOKENS = 7  # of the example that is traced
 class _Step(torch.nn.Module):
     """The head over `(tokens, 1)` ids, its projection over wanted tokens only."""
 
-    def __init__(self, head: EagleHead, calls: list[Attention]) -> None:
+    def __init__(self, head: EagleHead, depths: int, calls: list[Attention]) -> None:
         super().__init__()
-        self.head, self.calls = head, calls
+        self.head, self.depths, self.calls = head, depths, calls
         self.table = head.embedding.weight[:-1].clone()  # a constant of its own can be rounded
 
     def forward(
@@ -34,10 +50,13 @@ class _Step(torch.nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         wanted: torch.Tensor,
-        states: torch.Tensor,
+        given: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.head.layer(input_ids, states, position_ids, self._attend)
-        return F.linear(self.head.norm(x[:, 0][wanted]), self.table), x
+        count = self.head.fuse.in_features
+        states, own = given.split([count, self.head.width], -1)
+        before = self.head.fused(states, self.depths) + own
+        x = self.head.layer(input_ids, before, position_ids, self._attend)
+        return F.linear(self.head.norm(x[:, 0][wanted]), self.table), F.pad(x, (count, 0))
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         heads = self.head.form.heads
@@ -46,34 +65,132 @@ class _Step(torch.nn.Module):
         return mixed.transpose(1, 2)
 
 
-def openvino_head(head: EagleHead, facts: Facts, target: Any) -> OpenVINOExecutor:
-    """An executor of a head, on as many threads as its target; see `HeadExecutor`. Of the weights
-    of `head` itself only its projection of states is left.
+class HeadGraphs(OpenVINOExecutor):
+    """Runs a head. What a row alone drafts greedily is of one pass, which writes `AHEAD` tokens
+    more than it is asked for: four passes read the weights of two graphs from memory, and take
+    twice as long."""
+
+    _first, _read = 0, read(np.empty((0, 1), np.float32), frozenset())
+    """Place of the first token that the newest such pass wrote, and what it says of all."""
+
+    def _compile(self, graph: ov.Model) -> None:
+        super()._compile(graph)
+        options = settings(self.facts.precision, self.threads, self.group)
+        self._ahead = Form(going_on(graph, AHEAD), self.facts, options, READ, AHEAD)
+        self._forms.add([self._ahead])
+
+    def best(
+        self,
+        starts: Sequence[int],
+        pieces: Pieces,
+        wanted: Sequence[int],
+        signals: frozenset[str],
+        parents: Parents = (),
+    ) -> Best:
+        if len(pieces) == 1 and wanted[0] == 1 and LOGITS not in signals:
+            at = self._written(starts[0], pieces[0], signals)
+            if at is not None:
+                tokens, sound, values = self._read
+                signs = {name: [[of[at]]] for name, of in values.items()}
+                return Best([[tokens[at]]], signs, [[sound[at]]])
+        return super().best(starts, pieces, wanted, signals, parents)
+
+    def _written(self, start: int, piece: Sequence[int], signals: frozenset[str]) -> int | None:
+        """Which of the tokens that the newest pass wrote follows a piece, or a new one's; None if
+        that is too long."""
+        assert self.states is not None
+        (tokens, *_), at = self._read, start - self._first
+        drafts = self.given[0].shape[1] == self.states.width
+        if drafts and 0 <= at < len(tokens) - 1 and [*piece] == [tokens[at]]:
+            return at + 1
+        end = start + READ + AHEAD
+        if len(piece) > READ or end > self.facts.limit:
+            return None
+        self._version += self.pool.cover([end])
+        form = self._ahead
+        form.give([own.numpy() for own in self.given], self.states.width)
+        seen = form.run([start], [piece], [1], [end], self.pool.tables, self._version)
+        self._first, self._read = start + len(piece), read(seen, signals)
+        self.states.note(0, self._first - 1, torch.from_numpy(form.request.states().copy()))
+        return 0
+
+
+def openvino_head(head: EagleHead, facts: Facts, target: Any) -> HeadGraphs:
+    """An executor of a head, on as many threads as its target, whose states it reads as they are.
+    Nothing is left of the weights of `head` itself.
 
     Its graph is in the store, too: what tracing imports takes 2 s and more memory than the head.
     """
-    entry = store.key(store.of_model(head), "head")
+    depths = len(target.states.depths)
+    entry = store.key(store.of_model(head), f"head over {depths} states")
     if (stored := store.read(entry)) is None:
-        stored = store.Stored(_graph(head), facts, None)
+        stored = store.Stored(_graph(head, depths), facts, None)
         store.write(entry, stored)
     facts = replace(facts, executor="openvino", precision="int8")
-    made = OpenVINOExecutor(attach(stored.graph), facts, target.threads)
-    made.states, made.entry = States((1,), head.width), entry
-    for part in head.children():
-        if part is not head.fuse:
-            part.to("meta")
+    made = HeadGraphs(attach(stored.graph), facts, target.threads)
+    made.states, made.entry = States((1,), _width(head)), entry
+    head.to("meta")
     return made
 
 
-def _graph(head: EagleHead) -> ov.Model:
-    width = head.width
+def _width(head: EagleHead) -> int:
+    """Of what a token is given."""
+    return head.fuse.in_features + head.width
+
+
+def _graph(head: EagleHead, depths: int) -> ov.Model:
+    width = _width(head)
     places = torch.arange(_TOKENS)
     example = places[:, None], places[:, None], places[1:], torch.zeros(_TOKENS, 1, width)
     calls: list[Attention] = []
-    graph: ov.Model = convert(_Step(head, calls), example, calls)
+    graph: ov.Model = convert(_Step(head, depths, calls), example, calls)
     name(graph, (*INPUTS, GIVEN), "logits", calls)
     graph.outputs[1].get_tensor().set_names({STATES})
     graph.inputs[len(INPUTS)].get_node().set_partial_shape(ov.PartialShape([-1, 1, width]))
     graph.validate_nodes_and_infer_types()
     hold(graph, eight_bits=True)
     return graph
+
+
+def going_on(graph: ov.Model, count: int) -> ov.Model:
+    """A head's graph that goes on by itself behind the token that is wanted, the only one: its
+    outputs are of what follows that and `count` tokens that it writes, the likeliest each."""
+    whole = graph.clone()
+    given = {port.get_any_name(): port.get_node() for port in whole.inputs}
+    first = op.constant(0)
+
+    def of_wanted(port: ov.Output) -> ov.Node:
+        return op.gather(port, given["wanted"], first)
+
+    logits, outputs = (result.input_value(0) for result in whole.get_results())
+    answers, states = [logits], [of_wanted(outputs).output(0)]
+    place = of_wanted(given["position_ids"].output(0))
+    for ahead in range(1, count + 1):
+        now = op.add(place, op.constant(np.int64(ahead)))
+        past = op.convert(op.reshape(now, op.constant([-1]), False), "i32")
+        step = graph.clone()
+        own = given | {
+            "input_ids": _likeliest(answers[-1]),
+            "position_ids": now,
+            "wanted": op.constant(np.zeros(1, np.int64)),
+            GIVEN: states[-1].get_node(),
+            "past_lens": past,
+            "subsequence_begins": op.constant(np.array([0, 1], np.int32)),
+        }
+        for port in step.inputs:
+            replaced(port.get_node().output(0), own[port.get_any_name()])
+        logits, outputs = (result.input_value(0) for result in step.get_results())
+        answers, states = [*answers, logits], [*states, outputs]
+    results = [op.result(op.concat(parts, 0)) for parts in (answers, states)]
+    return ov.Model(results, list(given.values()), "head")
+
+
+def _likeliest(logits: ov.Output) -> ov.Node:
+    """The id `(1, 1)` of the best of `(1, V)` logits, by sums: a `TopK` takes several times as
+    long. Of equally good ones it is some id."""
+    size = logits.get_partial_shape()[1].get_length()
+    last = op.constant([1])
+    is_best = op.convert(op.equal(logits, op.reduce_max(logits, last, True)), "f32")
+    ids = op.constant(np.arange(size, dtype=np.float32)[None])
+    best = op.reduce_sum(op.multiply(is_best, ids), last, True)
+    return op.convert(op.minimum(best, op.constant(np.float32(size - 1))), "i64")

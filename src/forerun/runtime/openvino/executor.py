@@ -96,8 +96,9 @@ class OpenVINOExecutor(Executor):
         """Of the store, whose file the graph's weights are in."""
         self.memory: Any = None
         """What must live as long, as the graph reads its memory."""
-        self.given: torch.Tensor | None = None
-        """`(tokens, D)` what the next pass reads beside its tokens, if the graph has `GIVEN`."""
+        self.given: list[torch.Tensor] = []
+        """`(tokens, ≤ D)` of each fed row what the next pass reads beside its tokens, if the graph
+        has `GIVEN`; where these are fewer numbers, zeros are the others."""
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
         self._version = 0  # of the tables
         self._blank = np.zeros(facts.vocab_size, np.float32)
@@ -269,8 +270,9 @@ class OpenVINOExecutor(Executor):
             form = self._forms.open
         ends[last] += max(form.tokens - size, 0)
         self._version += self.pool.cover(ends)
-        if self.given is not None:
-            form.give(self.given.numpy())
+        if self.given:
+            assert self.states is not None, "what is given is made of what passes leave"
+            form.give([own.numpy() for own in self.given], self.states.width)
         seen = form.run(starts, pieces, wanted, ends, self.pool.tables, self._version, parents)
         if self.states is not None:
             states = torch.from_numpy(form.request.states())

@@ -115,6 +115,12 @@ def sizes(facts: Facts, halved: bool, tiled: bool, least: int) -> tuple[list[int
     return list(alone[:fitting]), list(shared[: max(fitting - len(alone), 0)])
 
 
+def _is_head(graph: ov.Model) -> bool:
+    """Whether it is one of a head: alone it goes on by itself, and its samples gain nothing by
+    graphs for exactly so many tokens."""
+    return any(GIVEN in port.get_names() for port in graph.inputs)
+
+
 Tell = Callable[[InferRequest, list[int]], None]
 """Is given a request and, for each token it will be fed, the row it belongs to."""
 
@@ -127,23 +133,30 @@ class Form:
         facts: of the model.
         settings: of the plug-in.
         tokens: every pass feeds so many; 0: any number.
+        ahead: it goes on by itself for so many tokens behind the only one that is wanted, and has
+            their logits, too; 0: those of any number of tokens are wanted.
 
     Raises:
         RuntimeError, MemoryError: this graph cannot be had for so many tokens.
     """
 
     def __init__(
-        self, graph: ov.Model, facts: Facts, settings: dict[str, Any], tokens: int = 0
+        self,
+        graph: ov.Model,
+        facts: Facts,
+        settings: dict[str, Any],
+        tokens: int = 0,
+        ahead: int = 0,
     ) -> None:
         if tokens:
             shapes = {"input_ids": [tokens, 1], "position_ids": [tokens, 1]}
-            shapes |= {"wanted": [tokens], SOURCE_ROW: [tokens]}
+            shapes |= {"wanted": [1 if ahead else tokens], SOURCE_ROW: [tokens]}
             named = {name: port for port in graph.inputs for name in port.get_names()}
             if GIVEN in named:
                 width = named[GIVEN].get_partial_shape()[2].get_length()
                 shapes[GIVEN] = [tokens, 1, width]
             graph.reshape({named[n]: ov.PartialShape(s) for n, s in shapes.items() if n in named})
-        self.tokens = tokens
+        self.tokens, self.ahead = tokens, ahead
         self.request = InferRequest(core().compile_model(graph, "CPU", settings), facts.vocab_size)
         self.tell: Tell | None = None
         """Called when the rows of the tokens, or the tables, are others; None: nobody needs it."""
@@ -170,11 +183,14 @@ class Form:
         for port, pool in zip(self.ports(prefix), pools, strict=True):
             self.request.set(port, pool)
 
-    def give(self, states: NDArray[np.float32]) -> None:
-        """Let the next pass read `(tokens, D)` states of its tokens; see `nodes.GIVEN`."""
-        self.request.floats(GIVEN, self.tokens or len(states), states.shape[1])[
-            : len(states), 0
-        ] = states
+    def give(self, states: Sequence[NDArray[np.float32]], width: int) -> None:
+        """Let the next pass read `(tokens, ≤ width)` states of each fed row's tokens, zeros behind
+        them; see `nodes.GIVEN`."""
+        at, size = 0, self.tokens or sum(map(len, states))
+        into = self.request.floats(GIVEN, size, width)[:, 0]
+        for own in states:
+            end, known = at + len(own), own.shape[1]
+            into[at:end, :known], into[at:end, known:], at = own, 0.0, end
 
     def pad(self, least: int) -> None:
         """Feed each row at least so many tokens, and so many to the head if any are wanted."""
@@ -261,6 +277,7 @@ class Form:
         heads = [at for row, end in ends.items() for at in range(end - wanted[row], end)]
         size = self.tokens or fed[-1][2]
         seen = self.tokens or (heads and max(len(heads), self._least)) or 0
+        seen = 1 if self.ahead else seen
         self._sizes = [padded[row] for row in ends]
         self._sizes[-1] += size - fed[-1][2]
         fed[-1] = *fed[-1][:2], size
@@ -270,7 +287,7 @@ class Form:
         begins = array("i", [0, *accumulate(self._sizes)])
         request.input("subsequence_begins", len(begins))[:] = begins
         request.input("wanted", seen)[: len(heads)] = array("q", heads)
-        self._logits = request.output(seen)[: len(heads)]
+        self._logits = request.output(seen + self.ahead)[: len(heads) + self.ahead]
         self._past = request.input("past_lens", len(fed))
         self._ids = request.input("input_ids", size)
         self._positions = request.input("position_ids", size)
@@ -357,7 +374,7 @@ class Forms:
         self._pools: dict[str, list[ov.Tensor]] = {}
         self._tell: Tell | None = None
         self.least = 1
-        alone = [n for n in alone if n >= least]
+        alone = [n for n in alone if n >= least and not _is_head(graph)]
         self._wanted: Counter[int] = Counter()
         self._joins = weighed(facts) >= SMALLEST_JOINED
         self._coming: dict[int, Future[Form]] = {}
@@ -388,14 +405,14 @@ class Forms:
         pair."""
         if self._later:
             new, self._later = self._later(), None
-            self._add(new)
+            self.add(new)
 
     def finish(self) -> None:
         """Have all that are made when they are wanted."""
         if new := [n for n in self._lacking if n not in self._coming]:
             assert self._make is not None, "it is kept while one is lacking"
             forms, self._lacking = _compiled(self._make, new), tuple(self._coming)
-            self._add(forms)
+            self.add(forms)
         for size in self._lacking:
             self._adopt(size)
 
@@ -421,9 +438,10 @@ class Forms:
         coming = self._coming.pop(size)
         self._lacking = tuple(n for n in self._lacking if n != size)
         with suppress(RuntimeError, MemoryError):
-            self._add([coming.result()])
+            self.add([coming.result()])
 
-    def _add(self, new: Sequence[Form]) -> None:
+    def add(self, new: Sequence[Form]) -> None:
+        """Let these read and write what all do."""
         for form in new:
             form.tell = self._tell
             form.pad(self.least)
@@ -478,7 +496,8 @@ class Forms:
         return [self.open, *self._exact, *([self._wide] if self._wide else [])]
 
     def _order(self) -> None:
-        exact = sorted(self._exact, key=lambda form: form.tokens)
+        exact = [form for form in self._exact if not form.ahead]
+        exact.sort(key=lambda form: form.tokens)
         halved = HALVED if self._wide else -1
         self._fitting = [self.open] * (1 + max([halved, *(form.tokens for form in exact)]))
         for form in reversed(exact):  # padding costs less than open shapes between two weights
