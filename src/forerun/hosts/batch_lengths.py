@@ -1,7 +1,5 @@
 """Lengths of the requests of another engine's batch, decided from history alone."""
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """transformers' logits processors and stopping criteria, asked as `generate` asks them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

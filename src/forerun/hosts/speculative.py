@@ -1,7 +1,5 @@
 """The engine behind transformers' `generate`, for one call or for all that calls it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
