@@ -252,6 +252,36 @@ def test_a_table_that_a_busy_machine_made_is_found_out(
     assert draft[0][2] == pytest.approx(2e-5, rel=OFF - 1)
 
 
+def test_the_first_request_after_all_graphs_are_there_times_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What rounds took before, passes no longer take."""
+    state = {"finished": False}
+    monkeypatch.setattr(Slow, "finished", property(lambda _: state["finished"]))
+    machine = Machine()
+
+    def cost(n: int, rows: int, tokens: int) -> float:
+        return target_cost(n, rows, tokens) * (1 if state["finished"] or tokens == 1 else 20)
+
+    rows = Rows(Slow(machine, cost))
+    drafter = ModelDrafter(Rows(Slow(machine, draft_cost)), 5)
+    meter = Meter.of(rows, drafter)
+    meter.clock = machine
+    meter.warm()
+    engine = Engine(rows, drafter, meter=meter)
+
+    def drafted() -> int:
+        how = Sampling(max_new_tokens=50), CONTROLLERS.make("auto"), RULES.make("exact")
+        engine.submit([1], *how)
+        done = [event.completion for event in engine.run() if event.completion]
+        return sum(round.accepted for round in done[0].rounds)
+
+    assert [drafted() for _ in range(2)] == [0, 0]
+    state["finished"] = True
+    assert drafted() >= 39
+    assert meter.costs(1).verify_seconds(5) == pytest.approx(target_cost(0, 1, 5))
+
+
 def test_an_engine_times_batches_before_their_first_round() -> None:
     def sizes(controller: str, prompts: int) -> set[int]:
         machine = Machine()

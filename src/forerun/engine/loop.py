@@ -223,7 +223,7 @@ class Engine:
             return
         governed = any(isinstance(row.request.controller, Governor) for row in joining)
         first, self._rows = not self._rows, [*self._rows, *joining]
-        if first and governed and len(joining) > 1:
+        if first and governed:
             self._meter.expect(len(joining))
         longest = max(row.sampling.max_new_tokens for row in joining)
         room, began = longest + max(row.prompt for row in joining), self._clock()

@@ -108,10 +108,15 @@ class Meter:
         return meter
 
     def warm(self, rows: int = 1) -> None:
-        """Time passes of up to so many rows; see `PassTimer`. There must be no rows."""
-        if self._timer is not None and rows > self._rows:
-            self._rows = rows
-            self._load(self._timer.time(rows))
+        """Time passes of up to so many rows, and anew once all graphs are there; see `PassTimer`.
+        There must be no rows."""
+        timer = self._timer
+        if timer is not None and (rows > self._rows or timer.outdated):
+            self._rows = max(rows, self._rows)
+            before, times = timer.whole, timer.time(self._rows)
+            if before not in (None, timer.whole):  # rounds were of passes that took longer
+                self._sizes = {}
+            self._load(times)
 
     def expect(self, rows: int) -> None:
         """Likewise, before rows share passes, if those of one row were timed."""

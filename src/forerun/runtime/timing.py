@@ -121,7 +121,7 @@ class PassTimer:
         self._target, self._draft, self._clock = target, draft, clock
         self._models = [target] if draft is None else [target, draft]
         self._key = ""
-        self._whole: bool | None = None
+        self.whole: bool | None = None
         """Whether all graphs were there when passes were timed: without, they take longer, which is
         kept apart. None: none were timed."""
         self._plain = self._left = self._rate = 0.0
@@ -136,8 +136,8 @@ class PassTimer:
             for model in self._models:
                 model.executor.finish()
         began = self._clock()
-        if self._whole != self._finished:
-            self._whole = self._finished
+        if self.whole is None or self.outdated:
+            self.whole = self._finished
             self._key = self._name()
             self._begin(Times.kept(self._key))
         self._left = max(SECONDS, PLAIN * self._plain) - (self._clock() - began)
@@ -168,9 +168,14 @@ class PassTimer:
             for width in (n for size, n in times.draft if size == rows):
                 now.draft[rows, width] = steps[width] or times.draft[rows, width]  # 0: not known
         target, draft = _far(now.target, times.target), _far(now.draft, times.draft)
-        if (target or draft) and self._whole == self._finished:
+        if (target or draft) and not self.outdated:
             self.times = Times(times.target | target, times.draft | draft, times.taken)
             self.times.keep(self._key)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether graphs are there by now that were not when passes were timed."""
+        return self.whole is False and self._finished
 
     @property
     def _finished(self) -> bool:
@@ -242,7 +247,7 @@ class PassTimer:
 
     def _name(self) -> str:
         versions = map(_version, ("forerun", "torch", "openvino"))
-        parts: list[object] = [FORMAT, self._whole, machine(self._target.device), *versions]
+        parts: list[object] = [FORMAT, self.whole, machine(self._target.device), *versions]
         for model in self._models:
             threads = getattr(model.executor, "threads", None) or torch.get_num_threads()
             parts += [{**asdict(model.facts), "name": ""}, threads]

@@ -77,9 +77,10 @@ there, where five tokens take twice the time of one; where inputs are rounded th
 more."""
 SMALLEST_WIDE = 24 << 20
 """Bytes of weights from which a model is not small."""
-WANTED = 32
+WANTED = 128
 """Passes that a graph for exactly so many tokens would have taken, after which it is made. One of
-SmolLM2 takes two seconds of CPU time and 0.13 GB, and saves each pass a fifth of its 16 ms."""
+SmolLM2 takes two seconds of CPU time and 0.13 GB, and saves each pass a few of its 16 ms: in a
+process that writes 96 tokens, or 400, none pays for itself."""
 SMALLEST_JOINED = 128 << 20
 """Bytes of weights from which as many passes also put memory into huge pages (`join_pages`): one of
 one token takes 3 to 7 % less time then, of five 0 to 6 % (SmolLM2, Qwen2.5-Coder-1.5B; Zen 4), for
