@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from forerun.costs import Costs
-from forerun.engine.meter import EVERY, HELD_UP, SAMPLES, STALE, Lap, Meter
+from forerun.engine.meter import ABOVE, EVERY, HELD_UP, SAMPLES, STALE, Lap, Meter
 from forerun.runtime.timing import Times
 
 LEVELS = (1, 4, 8)
@@ -139,10 +139,14 @@ def test_what_a_shape_takes_at_first_is_neither_a_sample_nor_booked():
 
 def test_noise_of_the_clock_is_no_loss_of_drafts():
     """Costs are low quantiles, and the middle of what is timed is above them."""
-    drafted = lap(2, wide=2.4)
-    for rounds, noise in ((10, 1.0), (80, 1.2)):  # at first passes may yet get faster
-        meter = fed(Meter(3.0, times((1, 0.1)), LEVELS), lap(), lap(2))
-        fed(meter, *[lap(plain=1.0), lap(plain=1.4)] * (rounds // 2))
+    drafted, noisy = lap(2, wide=2.4), [lap(plain=1.0), lap(plain=1.4)]
+    quiet = [lap(plain=1.0), lap(plain=1.1)]
+    faster = [lap(plain=4.0 * 0.95**n) for n in range(25)]
+    for laps, noise in (
+        (faster, 1.0), (quiet * 20, 1.0), (noisy * 3, 1.0), (noisy * 5, 1.4**ABOVE),
+        (noisy * 40, 1.2), (quiet * 40, 1.05),
+    ):  # fmt: skip
+        meter = fed(Meter(3.0, times((1, 0.1)), LEVELS), lap(), lap(2), *laps)
         assert meter.booked(drafted)[0] == pytest.approx(drafted.seconds / noise)
 
 

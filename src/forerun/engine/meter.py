@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -24,6 +25,11 @@ them each time."""
 STALE = 64  # rounds after which the arm that was not chosen is timed anew
 HELD_UP = 4.0
 """Times what it usually takes that reading is booked at most: more is the machine's doing."""
+BUSY, PAIRS = 0.2, 8
+"""How much longer or shorter, in logarithms, a pass takes in the middle than the one of its kind
+before, and of how many, for the machine to be busy: 0.08 under noise of 8 %."""
+ABOVE = 0.83
+"""By how many times that, in logarithms, the middle of passes is above their low quantile."""
 WIDTHS = 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32
 """Widths of the tables where the executor has no levels."""
 
@@ -157,12 +163,15 @@ class Meter:
         Costs are what passes take undisturbed, and the clock's noise is no loss of drafts: of a row
         alone the seconds are divided by how far off costs plain rounds are in the middle; of a
         batch, whose rounds are few and long, they are what costs say times how far off rounds with
-        a draft are in the middle. Not at first, where passes get faster.
+        a draft are in the middle. Not at first, where passes get faster: there a row alone goes by
+        how far they are from one another.
         """
         if lap.plain and not lap.reading_tokens:
             return None, 0.0
         settled, noise, reading = self._rounds > STALE, 1.0, 0.0
-        if settled and lap.rows == 1 and self._plain_off:
+        if lap.rows == 1 and not settled:
+            noise = self._samples(1).noise
+        elif lap.rows == 1 and self._plain_off:
             noise = median(self._plain_off)
         if self._reading is not None and not lap.compiled:
             usual = _low(self._reading)
@@ -295,6 +304,15 @@ class _Samples:
         live = self._of.get(kind, ())
         prior = [] if loaded is None else [loaded] * min(self._weight, SAMPLES - len(live))
         return _low([*prior, *live])
+
+    @property
+    def noise(self) -> float:
+        """How far the middle of passes is above their low quantile where the machine is busy, seen
+        by pairs of one kind, which passes that only get faster hardly tell apart; else 1."""
+        passes = (of for kind, of in self._of.items() if kind in ("plain", "behind", *self.levels))
+        steps = sorted(abs(math.log(b / a)) for of in passes for a, b in pairwise(of))
+        busy = len(steps) >= PAIRS and steps[len(steps) // 2] > BUSY
+        return math.exp(ABOVE * steps[len(steps) // 2]) if busy else 1.0
 
     @property
     def stale(self) -> str:
