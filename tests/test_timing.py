@@ -151,7 +151,7 @@ def test_a_second_start_takes_a_plain_pass() -> None:
     first, *_ = started()
     known = first.time(16).target
     again, target, draft = started()
-    times = again.time(16)
+    times = again.time()
     assert times.target == known
     assert times.taken == {(1, 1)}
     assert target.shapes == [(1, 1), (1, 1)], "one that begins, and one that is timed"
@@ -217,6 +217,25 @@ def test_costs_are_true_from_the_first_round() -> None:
     assert meter.costs(4).verify_seconds(4) == pytest.approx(target_cost(0, 4, 4))
     assert meter.costs(3).plain == pytest.approx(target_cost(0, 3, 1)), "between two sizes"
     assert meter.costs(3).draft == pytest.approx(draft_cost(0, 3, 1))
+
+
+@pytest.mark.parametrize("off", [0.5, 1.1, 2])
+def test_what_is_kept_of_several_rows_is_checked_when_they_occur(off: float) -> None:
+    """As after a change of passes that a plain one of one row does not show."""
+
+    def cost(n: int, rows: int, tokens: int) -> float:
+        return target_cost(n, rows, tokens) * (off if rows > 1 else 1)
+
+    kept = started(cost)[0].time(16)
+    timer, target, _ = started()
+    timer.time()
+    alone = len(target.shapes)
+    times = timer.time(16)
+    wanted = {n: s if n[0] > 1 and off < OFF and off > 1 else target_cost(0, *n)
+              for n, s in kept.target.items()}  # fmt: skip
+    assert times.target == pytest.approx(wanted)
+    if 1 < off < OFF:
+        assert target.shapes[alone:] == [(16, 1)] * 3, "one that feeds rows, and two plain ones"
 
 
 @pytest.mark.parametrize("wide", [0.3, 1, 2, 10])

@@ -140,6 +140,7 @@ class PassTimer:
             self.whole = self._finished
             self._key = self._name()
             self._begin(Times.kept(self._key))
+        self._check(rows)
         self._left = max(SECONDS, PLAIN * self._plain) - (self._clock() - began)
         known = len(self.times.target)
         alone = sorted({1, *(self._target.executor.levels or WIDTHS), WIDEST})
@@ -190,6 +191,20 @@ class PassTimer:
             self.times = kept
             self._rate = min(s / (rows * n) for (rows, n), s in kept.target.items())
         self.times.taken.add((1, 1))
+
+    def _check(self, rows: int) -> None:
+        """Forget what is kept of rows that share passes if one of the largest says otherwise."""
+        times = self.times
+        size = max((n for n, tokens in times.target if tokens == 1 and n < 2 * rows), default=1)
+        if size == 1 or (size, 1) in times.taken:
+            return
+        with self._joined(size):
+            seconds = min(self._pass(self._target, size, 1) for _ in range(2))
+        if _far({(size, 1): seconds}, times.target):
+            both = times.target, times.draft
+            target, draft = ({n: s for n, s in x.items() if n[0] == 1} for x in both)
+            self.times = Times(target, draft, times.taken)
+        self.times.taken.add((size, 1))
 
     def _sample(self, rows: int, widths: Sequence[int]) -> None:
         """Time passes of several widths in turns, so that each finds the caches as in a round."""
