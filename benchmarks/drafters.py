@@ -23,10 +23,12 @@ from benchmarks.common import interleaved, provenance, resumed, save, show, tabl
 from benchmarks.rule_costs import sources
 from benchmarks.starting_lengths import chats
 from forerun import zoo
+from forerun.controllers import CONTROLLERS
 from forerun.costs import Costs
 from forerun.engine import Sampling
+from forerun.engine.meter import Meter
 from forerun.lab.bounds import best_fixed
-from forerun.lab.traces.batches import replay_batches
+from forerun.lab.traces.batches import Replayed
 from forerun.lab.traces.record import Task, record
 from forerun.lab.traces.replay import replay, stream
 from forerun.lab.traces.results import geometric
@@ -157,9 +159,12 @@ def _replayed(model: forerun.Model, work: Sequence[Task]) -> dict[str, Any]:
 def _together(trace: Trace, ratio: float) -> tuple[int, float]:
     """Of `ROWS[-1]` texts at a time the best fixed length, and its time over that of `auto`."""
     cell = Costs.synthetic(ratio, SLOPE * ROWS[-1])
+    orders = (np.random.default_rng(n).permutation(trace.prompts) for n in range(STREAMS))
+    work = np.concatenate(list(orders))  # one after the other, so that few rows end alone
 
     def seconds(spec: str) -> float:
-        return float(replay_batches(trace, spec, cell, ROWS[-1]).seconds.sum())
+        engine = Replayed(trace, CONTROLLERS.make(spec), Meter.given(cell), ROWS[-1])
+        return float(engine.serve(work).seconds.sum())
 
     taken = [seconds(f"fixed({n})") for n in range(DEPTH + 1)]
     return int(np.argmin(taken)), min(taken) / seconds(f"auto(high={DEPTH})")
@@ -248,9 +253,9 @@ def _text(results: dict[str, Any], timed: bool, cpu: bool) -> str:
             "Greedy prompts, one after another; tokens a round and share of the drafted tokens "
             "that is kept at 4 drafted. Speed-ups over plain decoding by replay, where a step "
             "costs 1/c of a pass (by the models' sizes) and each further token of a pass "
-            f"{SLOPE} of one. Of {ROWS[-1]} texts at a time the time of all, at the best length's "
-            "over `auto`'s, where a token more in every row costs as many of these; the best "
-            "length in brackets.\n\n" + table(header, rows)
+            f"{SLOPE} of one. Of {ROWS[-1]} texts at a time, {STREAMS} times all in random "
+            "orders, the time of all at the best length (in brackets) over that of `auto`, where a "
+            f"token more in every row costs {ROWS[-1]} times as much.\n\n" + table(header, rows)
         )
     rows = [
         [
