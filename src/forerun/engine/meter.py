@@ -92,7 +92,7 @@ class Meter:
         self._given: Callable[[int], Costs] | None = None
         self.clock: Callable[[], float] = time.perf_counter  # seconds; a made-up clock in the lab
         self._rounds = 0
-        self._reading: deque[float] | None = None  # seconds in which the drafter reads a token
+        self._reading: deque[float] = deque(maxlen=SAMPLES)  # seconds: the drafter reads a token
         self._prefill = deque[float](maxlen=SAMPLES)  # and that reading one adds to a pass
         self._plain_off, self._draft_off = (deque[float](maxlen=SAMPLES) for _ in range(2))
         """Seconds of rounds over what costs say, of plain ones and of those with a draft."""
@@ -158,7 +158,8 @@ class Meter:
         """Seconds of a round to compare with the costs, without what it takes the target to read
         prompts, and of the drafter's reading. None before a plain pass was timed, or where this one
         reads another that did, and of the first round of a shape, which takes what no other does
-        again; 0 of the first reading. None, too, of rounds without a draft, which nobody books.
+        again; 0 of reading before its seconds are known. None, too, of rounds without a draft,
+        which nobody books.
 
         Costs are what passes take undisturbed, and the clock's noise is no loss of drafts: of a row
         alone the seconds are divided by how far off costs plain rounds are in the middle; of a
@@ -173,9 +174,8 @@ class Meter:
             noise = self._samples(1).noise
         elif lap.rows == 1 and self._plain_off:
             noise = median(self._plain_off)
-        if self._reading is not None and not lap.compiled:
-            usual = _low(self._reading)
-            most = math.inf if usual is None else HELD_UP * usual * lap.reading_tokens
+        if self._reading and not lap.compiled:
+            most = HELD_UP * self._a_token_read * lap.reading_tokens
             reading = min(lap.reading_seconds, most) / noise
         prefill = _low(self._prefill) if lap.read_tokens else 0.0
         if prefill is None or not self._compares(lap):
@@ -185,6 +185,14 @@ class Meter:
         if settled and lap.rows > 1:  # alone, slow rounds are few and paid in full
             seconds = expected * median(self._draft_off)
         return seconds / noise, reading
+
+    @property
+    def _a_token_read(self) -> float:
+        """Seconds in which the drafter reads a token: the least, as one that the machine held up
+        would keep it from ever reading again; of a single one nobody knows whether it was."""
+        if len(self._reading) > 1:
+            return min(self._reading)
+        return self._times.draft.get((1, WIDEST), 0.0) / WIDEST
 
     def _compares(self, lap: Lap) -> bool:
         """Whether seconds of a round compare with the costs; those of a new shape do not."""
@@ -200,10 +208,7 @@ class Meter:
         if self._given is not None or lap.verify_seconds <= 0:
             return
         if lap.reading_tokens and lap.reading_seconds and not lap.compiled:
-            if self._reading is None:
-                self._reading = deque(maxlen=SAMPLES)  # the first is no sample, either
-            else:
-                self._reading.append(lap.reading_seconds / lap.reading_tokens)
+            self._reading.append(lap.reading_seconds / lap.reading_tokens)
         if lap.plain and not lap.read_tokens + lap.reading_tokens and self._compares(lap):
             self._plain_off.append(lap.seconds / self._expected(lap))
         self._rounds += 1
@@ -264,11 +269,10 @@ class Meter:
         if low("step") is None:
             step = min(step, first)
         behind = low("behind")
-        reading = self._times.draft.get((1, WIDEST), 0.0) / WIDEST
         return Costs(
             step, passes, low("other") or 0.0, rows, first=max(first - step, 0.0), levels=levels,
             cold=max(behind - plain, -step) if behind is not None else 0.0,
-            free=low("free") or 0.0, reading=_low(self._reading or ()) or reading,
+            free=low("free") or 0.0, reading=self._a_token_read,
             prefill=_low(self._prefill), packed=self._packed, tree=low("tree") or 0.0,
             retime=samples.stale,
         )  # fmt: skip

@@ -433,7 +433,7 @@ class Forms:
             if size and self._make is not None:
                 self._coming[size] = BEHIND.submit(self._make, size)
             if self._joins:
-                BEHIND.submit(join_pages)
+                threading.Thread(target=join_pages, name="pages", daemon=True).start()
 
     def _adopt(self, size: int) -> None:
         coming = self._coming.pop(size)
