@@ -69,6 +69,9 @@ def test_the_rule_by_hand():
     dear = Pace(tokens=30.0, time=10.0)  # λ is 34/14: a token costs 0.53
     assert drafted(Renewal(), high, pace=dear, trims=False) == (2, 0)
     assert drafted(Renewal(), [(0.2, 0.5)], trims=False) == (1, 0)
+    pairs = replace(COSTS, first=0.2 * COSTS.plain, ahead=2)  # the third costs 0.42, 0.35 are kept
+    assert drafted(Renewal(), high[:2], pairs, trims=False) == (2, 0)
+    assert drafted(Renewal(), high, replace(pairs, ahead=3), trims=False) == (3, 0)
 
 
 def test_tokens_that_do_not_pay_their_place_are_left_out():

@@ -65,6 +65,9 @@ class Costs:
     packed: bool = False
     """Whether a pass takes all rows' tokens packed: its width is their mean, not the longest."""
     tree: float = 0.0  # what second choices among a pass's tokens take, besides its width
+    ahead: int = 0
+    """Tokens after which `first` comes again, as each pass of the drafter writes so many; 0: never.
+    Only a `Meter` knows it."""
     retime: str = ""
     """The kind of pass that was not timed for long, `plain` or `judged`: the next round should be
     one, if it can be afforded. Only a `Meter` says so."""
@@ -119,8 +122,11 @@ class Costs:
 
         >>> [round(Costs(0.1, ((1, 1.0),), first=0.05).draft_seconds(n), 9) for n in (0, 1, 2)]
         [0.0, 0.15, 0.25]
+        >>> round(Costs(0.1, ((1, 1.0),), first=0.05, ahead=2).draft_seconds(3), 9)
+        0.4
         """
-        return steps * self.draft + (steps > 0) * self.first
+        passes = -(-steps // self.ahead) if self.ahead else steps > 0
+        return steps * self.draft + passes * self.first
 
     def round_seconds(self, steps: int, width: float, tree: bool = False) -> float:
         """Seconds of a round of draft steps and a pass of `width` tokens, in a `tree` or not."""
@@ -194,7 +200,7 @@ class Costs:
 
     def to_json(self) -> dict[str, Any]:
         """The documented fields; what only a `Meter` knows is no part of them."""
-        hidden = {"free", "reading", "prefill", "packed", "retime"}
+        hidden = {"ahead", "free", "reading", "prefill", "packed", "retime"}
         return {name: value for name, value in asdict(self).items() if name not in hidden}
 
     @classmethod

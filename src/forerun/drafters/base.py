@@ -161,6 +161,8 @@ class Drafter(ABC):
     """Whether tokens come with a distribution; rules that read it need one."""
     blind: bool = False
     """Whether governors decide how far it drafts before they see what it says of its tokens."""
+    ahead: int = 0
+    """Tokens of a row alone that a pass of its own writes; 0: each step is a pass."""
     seconds: float = 0.0
     """Wall time spent in model forward passes so far."""
     caches: Sequence[Rows] = ()

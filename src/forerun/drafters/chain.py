@@ -18,7 +18,7 @@ from forerun.runtime.base import Rows
 
 SECONDS = (
     "target", "caches", "limit", "model", "blind", "bonus", "hears", "shares_layers", "counters",
-    "ratio", "follow", "hear", "unread",
+    "ratio", "follow", "hear", "unread", "ahead",
 )  # fmt: skip
 """What a chain has of its second drafter."""
 

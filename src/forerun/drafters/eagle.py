@@ -63,6 +63,7 @@ class EagleDrafter(RowsDrafter):
             cut[tokens.long()] = torch.arange(len(tokens))
         self._cut: list[int] = cut.tolist()
         self._executor: Any = rows.executor
+        self.ahead = rows.executor.ahead
         self._outputs: Any = rows.executor.states
         self._newest: dict[int, torch.Tensor] = {}
         """Rows under way in this round, and the head's output `(1, D)` of each one's last token."""

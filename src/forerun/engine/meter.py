@@ -91,7 +91,7 @@ class Meter:
         self._load(times or Times())
         self._given: Callable[[int], Costs] | None = None
         self.clock: Callable[[], float] = time.perf_counter  # seconds; a made-up clock in the lab
-        self._rounds = 0
+        self._rounds = self._ahead = 0
         self._reading: deque[float] = deque(maxlen=SAMPLES)  # seconds: the drafter reads a token
         self._prefill = deque[float](maxlen=SAMPLES)  # and that reading one adds to a pass
         self._plain_off, self._draft_off = (deque[float](maxlen=SAMPLES) for _ in range(2))
@@ -102,6 +102,7 @@ class Meter:
         """One that can time these passes; see `warm`."""
         executor = target.executor
         meter = cls(drafter.ratio(target), None, executor.levels, executor.packs)
+        meter._ahead = drafter.ahead
         if executor.timeable:
             meter._timer = PassTimer(target, drafter.model, lambda: meter.clock())
         return meter
@@ -271,6 +272,7 @@ class Meter:
         behind = low("behind")
         return Costs(
             step, passes, low("other") or 0.0, rows, first=max(first - step, 0.0), levels=levels,
+            ahead=self._ahead if rows == 1 else 0,
             cold=max(behind - plain, -step) if behind is not None else 0.0,
             free=low("free") or 0.0, reading=self._a_token_read,
             prefill=_low(self._prefill), packed=self._packed, tree=low("tree") or 0.0,

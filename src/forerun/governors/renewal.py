@@ -195,7 +195,10 @@ class _Weighed(Plan):
 
     def _step(self, tokens: int, rows: int) -> float:
         """Seconds of a draft step behind so many tokens, and of judging what it drafts in rows."""
-        step = self._costs.draft if tokens >= self._paid else 0.0
+        costs, step = self._costs, 0.0
+        if tokens >= self._paid:
+            again = costs.ahead and tokens and tokens % costs.ahead == 0
+            step = costs.draft + (costs.first if again else 0.0)
         return step + self._added(tokens + 1, rows)
 
     def _best(self, drafts: Sequence[Sequence[float]], step: float) -> tuple[int, float]:

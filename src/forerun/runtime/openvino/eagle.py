@@ -70,6 +70,8 @@ class HeadGraphs(OpenVINOExecutor):
     more than it is asked for: four passes read the weights of two graphs from memory, and take
     twice as long."""
 
+    ahead = AHEAD + 1
+
     _first, _read = 0, read(np.empty((0, 1), np.float32), frozenset())
     """Place of the first token that the newest such pass wrote, and what it says of all."""
 
