@@ -17,6 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.engine.meter import Meter
 from forerun.model import Model
+from forerun.runtime.timing import ROWS
 from forerun.serve.app import Server, create_app
 from forerun.serve.config import Config
 from forerun.serve.errors import ApiError
@@ -83,7 +84,8 @@ def bind(config: Config) -> socket.socket:
 
 def warm_up(model: Model, rows: int) -> None:
     """Take rounds of the batch sizes that come first, so that no request pays for first uses."""
-    model.meter.warm(rows)
+    for size in ROWS:  # time for each, as nobody waits
+        model.meter.warm(min(size, rows))
     # First uses say nothing of what rounds cost.
     meter, model.meter = model.meter, Meter.of(model.target, model.drafter)
     prompt = [next(iter(sorted(model.eos)), 0)] * 4
