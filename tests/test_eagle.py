@@ -289,6 +289,21 @@ def test_a_row_alone_has_its_draft_of_few_passes(
         drafter.keep([])
     assert drafts[:4] == drafts[4:]
 
+    # Behind a text that is read by another pass, nothing goes on that a text before it left.
+    long = [*texts(9)[0], 7, 11, 4, 9]
+    fresh = Eagle(saved(tmp_path)).build(rows, None)
+    for own in (fresh, drafter):
+        rows.join(1, 60)
+        own.join([long], 60)
+        rows.feed([long[:-1]], [0])
+        if own is drafter:  # a text before it drafted this very token at this very place
+            at = own._executor
+            at._first, at._read = len(long), ([own._cut[drafts[-1][0]]] * 4, [True] * 4, {})
+        drafts.append(own.likeliest([long], [4])[0])
+        rows.keep([])
+        own.keep([])
+    assert drafts[-2] == drafts[-1]
+
 
 def test_a_draft_by_text_goes_on_with_its_head(tmp_path: Path) -> None:
     """One pass of the draft a round; then what its head says behind that pass's token."""

@@ -206,6 +206,14 @@ def test_a_model_that_is_being_loaded_is_said_to_be():
                 assert "loaded" in answer.json()["error"]["message"]
 
 
+def test_each_size_of_batch_is_timed_by_itself(pair, monkeypatch):
+    """What single rows take leaves no time for others in a first start."""
+    sizes: list[int] = []
+    monkeypatch.setattr(type(pair.meter), "warm", lambda _, rows=1: sizes.append(rows))
+    warm_up(pair, 6)
+    assert [size for size in sizes if size > 1][:3] == [2, 4, 6]
+
+
 def test_warming_up_leaves_no_trace(pair):
     warm_up(pair, 3)
     assert pair.target.lengths == []

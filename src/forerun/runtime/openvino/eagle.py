@@ -34,6 +34,7 @@ READ, AHEAD = 5, 3
 """Tokens of a row alone that a pass reads at most to go on by itself, and by how many it does: most
 rounds keep no more, and draft no more than it writes then."""
 
+NOTHING = read(np.empty((0, 1), np.float32), frozenset())
 _TOKENS = 7  # of the example that is traced
 
 
@@ -72,8 +73,9 @@ class HeadGraphs(OpenVINOExecutor):
 
     ahead = AHEAD + 1
 
-    _first, _read = 0, read(np.empty((0, 1), np.float32), frozenset())
-    """Place of the first token that the newest such pass wrote, and what it says of all."""
+    _first, _read = 0, NOTHING
+    """Place of the first token that the newest pass wrote, if it was such a pass, and what it says
+    of all."""
 
     def _compile(self, graph: ov.Model) -> None:
         super()._compile(graph)
@@ -95,6 +97,7 @@ class HeadGraphs(OpenVINOExecutor):
                 tokens, sound, values = self._read
                 signs = {name: [[of[at]]] for name, of in values.items()}
                 return Best([[tokens[at]]], signs, [[sound[at]]])
+        self._read = NOTHING  # or another text's would go on behind a token that happens to fit
         return super().best(starts, pieces, wanted, signals, parents)
 
     def _written(self, start: int, piece: Sequence[int], signals: frozenset[str]) -> int | None:
