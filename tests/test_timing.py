@@ -97,6 +97,20 @@ def test_what_passes_take_is_known_and_nothing_is_left_behind() -> None:
         assert model.history == []
 
 
+def test_a_pass_longer_than_any_graph_is_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the longest takes says nothing of a token more, whose shapes are open."""
+    monkeypatch.setattr(Slow, "levels", (1, 4))
+    machine = Machine()
+    rows = Rows(Slow(machine, lambda n, rows, k: 2e-4 if k <= 4 else 3e-4 + 1e-5 * k))
+    meter = Meter.of(rows, ModelDrafter(Rows(Slow(machine, draft_cost)), 5))
+    meter.clock = machine
+    meter.warm()
+    costs = meter.costs(1)
+    assert costs.levels == (1, 4)
+    assert costs.judging[:4] == pytest.approx((0.0, 0.0, 0.0, 1.5e-4))
+    assert costs.widening == pytest.approx(1e-5)
+
+
 def test_passes_before_all_graphs_are_there_are_timed_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

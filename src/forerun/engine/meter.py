@@ -176,7 +176,7 @@ class Meter:
         elif lap.rows == 1 and self._plain_off:
             noise = median(self._plain_off)
         if self._reading and not lap.compiled:
-            most = HELD_UP * self._a_token_read * lap.reading_tokens
+            most = HELD_UP * self._reading_per_token * lap.reading_tokens
             reading = min(lap.reading_seconds, most) / noise
         prefill = _low(self._prefill) if lap.read_tokens else 0.0
         if prefill is None or not self._compares(lap):
@@ -188,7 +188,7 @@ class Meter:
         return seconds / noise, reading
 
     @property
-    def _a_token_read(self) -> float:
+    def _reading_per_token(self) -> float:
         """Seconds in which the drafter reads a token: the least, as one that the machine held up
         would keep it from ever reading again; of a single one nobody knows whether it was."""
         if len(self._reading) > 1:
@@ -274,7 +274,7 @@ class Meter:
             step, passes, low("other") or 0.0, rows, first=max(first - step, 0.0), levels=levels,
             ahead=self._ahead if rows == 1 else 0,
             cold=max(behind - plain, -step) if behind is not None else 0.0,
-            free=low("free") or 0.0, reading=self._a_token_read,
+            free=low("free") or 0.0, reading=self._reading_per_token,
             prefill=_low(self._prefill), packed=self._packed, tree=low("tree") or 0.0,
             retime=samples.stale,
         )  # fmt: skip

@@ -143,7 +143,9 @@ class PassTimer:
         self._check(rows)
         self._left = max(SECONDS, PLAIN * self._plain) - (self._clock() - began)
         known = len(self.times.target)
-        alone = sorted({1, *(self._target.executor.levels or WIDTHS), WIDEST})
+        levels = self._target.executor.levels
+        beyond = [n + 1 for n in levels[-1:]]  # what the longest takes says nothing of these
+        alone = sorted({1, *(levels or WIDTHS), *beyond, WIDEST})
         longest = min(WIDEST, *(model.limit - 1 for model in self._models))
         for size in ROWS:
             widths = [n for n in (alone if size == 1 else SHARED) if n <= longest]
@@ -151,7 +153,7 @@ class PassTimer:
             if size < 2 * rows and any(self._affords(2, size, n) for n in new):
                 with self._joined(size):
                     self._sample(size, new)
-        for shorter, level in pairwise(self._target.executor.levels):  # as long as the longest
+        for shorter, level in pairwise(levels):  # as long as the longest
             if (1, level) in self.times.target:
                 self.times.target.setdefault((1, shorter + 1), self.times.target[1, level])
         if len(self.times.target) > known:
