@@ -11,6 +11,7 @@ import typer
 import forerun
 from benchmarks import (
     attached,
+    auto_replay,
     cmasd,
     cmasd_batches,
     drafters,
@@ -236,6 +237,13 @@ def _live(
     """Live speed-ups beside replay's predictions, ten controllers (test prompts)."""
     model = forerun.load(dtype=dtype, device=device, runtime=runtime)
     live.predicted(model, prompts, tokens, long)
+
+
+@app.command("auto-replay")
+def _auto_replay(traces: list[Path], bounds: bool = False):
+    """`auto` by replay of traces of `forerun record`, and three streams that it must not make
+    slower under made-up clocks; `--bounds`: its share of the informed bound, which takes longer."""
+    auto_replay.main(traces, bounds)
 
 
 @app.command("never-slower")

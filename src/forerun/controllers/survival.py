@@ -112,10 +112,12 @@ class Survival(Forecaster):
         by: LogOdds = select(state.certain, GREEDY, SAMPLED)
         guess, weight, miss = by.first, state.weight, 0.0
         for i in range(most):
-            inside, hit, chance = i < count, round.accept_prob[i], sigmoid(guess + state.shift)
-            weight = weight + inside * chance * (1 - chance)
-            miss = miss + inside * (hit - chance)
-            guess = by.following(round.tokens[i])
+            inside, token = 0.5 * (i < count), round.tokens[i]
+            for z in (guess, by.drafted(token)):  # before it was drafted, and behind it
+                chance = sigmoid(z + state.shift)
+                weight = weight + inside * chance * (1 - chance)
+                miss = miss + inside * (round.accept_prob[i] - chance)
+            guess = by.following(token)
         shift = state.shift + miss / (weight + self.weight)
         learned = state._replace(shift=shift, weight=weight)
         after: SurvivalState = select(count > 0, learned, state)

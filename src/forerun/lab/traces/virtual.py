@@ -26,7 +26,7 @@ from forerun.lab.traces.batches import NoModel, Recorded, Replayed
 from forerun.lab.traces.results import costs_for
 from forerun.lab.traces.trace import Trace
 from forerun.runtime.base import Pieces, Rows
-from forerun.runtime.timing import Times
+from forerun.runtime.timing import WIDEST, Times
 from forerun.runtime.trees import Parents
 from forerun.types import FloatArray, IntArray
 
@@ -189,7 +189,8 @@ def engine_under(
     true, target = clock.costs, _Target(clock)
     widths = sorted({1, 2, *true.levels, *(n + 1 for n in true.levels), 16, 32})
     passes = {(1, n): true.verify_seconds(n) for n in widths}
-    times = Times(passes, {(1, 1): true.draft}, set(passes))
+    reading = (READING[0] + READING[1] * WIDEST) * true.plain
+    times = Times(passes, {(1, 1): true.draft, (1, WIDEST): reading}, set(passes))
     meter = Meter(true.ratio, times, true.levels)
     meter.clock = clock
     return Replayed(trace, controller, meter, rows, models=(target, _Drafter(trace, clock, target)))
