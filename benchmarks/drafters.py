@@ -63,12 +63,12 @@ OTHER = Task("", "", [*range(5, 21)], Sampling(max_new_tokens=8))
 
 
 def main(
-    prompts: int, tokens: int, target: str | None, eagle3: str | None, timed: bool, cpu: bool
+    prompts: int, tokens: int, target: str | None, trained: dict[str, str], timed: bool, cpu: bool
 ) -> None:
     """Measure every drafter over the same prompts; write `drafters.json`, live `drafters-live`, of
     a target other than the shipped pair's with its name behind. An interrupted run goes on."""
     drafts = (SOURCED if target in zoo.NAMES else REAL) if target else SHIPPED
-    drafts = drafts | ({"eagle3": eagle3} if eagle3 else {})
+    drafts = trained | drafts | trained  # the files of target and runtime are of the last
     whose = [Path(target).stem.lower()] if target else []
     name = "-".join(["drafters", *["live"] * timed, *whose])
     settings = {"prompts": prompts, "tokens": tokens, "processor_time": cpu}

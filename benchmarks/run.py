@@ -108,12 +108,17 @@ def _drafters(
     tokens: int = 48,
     target: str | None = None,
     eagle3: str | None = None,
+    kangaroo: str | None = None,
+    medusa: str | None = None,
     timed: bool = False,
     cpu: Cpu = False,
 ):
     """Everybody who drafts for the shipped target, the translator, or a real one (a GGUF file), by
-    replay; `--timed`: live, against plain decoding. `--eagle3` names the folder of a head."""
-    drafters.main(prompts, tokens, target, eagle3, timed, cpu)
+    replay; `--timed`: live, against plain decoding. `--eagle3`, `--kangaroo` and `--medusa` name
+    folders of drafts that are trained for it."""
+    trained = {"eagle3": eagle3, "kangaroo": kangaroo, "medusa": medusa}
+    own = {kind: folder for kind, folder in trained.items() if folder}
+    drafters.main(prompts, tokens, target, own, timed, cpu)
 
 
 @app.command("engines-replay")

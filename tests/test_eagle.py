@@ -177,7 +177,7 @@ def test_of_a_long_prompt_only_the_end_is_read(
     runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the text began there; a prompt in parts, ragged rows, drafts that are rejected."""
-    monkeypatch.setattr("forerun.drafters.eagle.READS", 8)
+    monkeypatch.setattr("forerun.runtime.eagle.EagleHead.span", 8)
     model = build("llama")
     rows, contexts = RUNTIMES[runtime](model), texts(30, 5)
     drafter = Eagle(saved(tmp_path)).build(rows, None)
@@ -217,7 +217,7 @@ def test_long_prompts_are_written_as_plainly_and_replayed_as_live(
 ) -> None:
     """Greedy and drawn, in batches and alone, with and without texts read before; what the head
     reads is told to the meter."""
-    monkeypatch.setattr("forerun.drafters.eagle.READS", 16)
+    monkeypatch.setattr("forerun.runtime.eagle.EagleHead.span", 16)
     monkeypatch.setattr("forerun.engine.loop.CHUNK", 12)
     model, shared = build("llama"), texts(36)[0]
     prompts = [*texts(40, 20), *([*shared, *more] for more in ([5], [6, 7], [5]))]

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from forerun.drafters import DRAFTERS
 from forerun.drafters.eagle import EagleDrafter
 from forerun.drafters.eagle3 import Eagle3
+from forerun.engine.prefixes import Prefixes
 from forerun.errors import ModelError, SettingError
 from forerun.model import Model, drafter_spec
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.drafts import rounded
-from forerun.runtime.eagle import HEAD, HeadForm
-from forerun.runtime.eagle3 import Eagle3Head
+from forerun.runtime.eagle import HEAD, WHOLE, EagleHead, HeadForm
+from forerun.runtime.eagle3 import Eagle3Head, depths_of, span_of
 from forerun.testing import ScriptedModel
 from forerun.training.eagle import (
     FLAGS,
@@ -130,6 +131,65 @@ def test_greedy_text_is_plain(name: str, tmp_path: Path) -> None:
             assert sum(c.stats.drafted for c in done) > 60
 
 
+@pytest.mark.parametrize(("span", "covered"), [(64, [0, 13, 25]), (8, [0, 0, 0])])
+def test_a_prompt_in_parts_is_read_along_if_whole(
+    span: int, covered: list[int], tmp_path: Path
+) -> None:
+    """As far as the target has come; of more tokens than the head has places its last ones, when
+    it drafts. It says the same as one that reads them at once."""
+    path = changed(tmp_path / "own", max_position_embeddings=span)
+    rows, (text, other) = torch_rows(build("llama")), texts(30, 9)
+    drafter, at_once = drafter_of(path, rows), drafter_of(path, rows)
+    rows.join(2, 40)
+    for own in (drafter, at_once):
+        own.join([text, other], 40)
+    done = []
+    for end in (12, 24, 29):
+        drafter.follow([text[:end], None])
+        done.append(drafter.rows.lengths[0])
+        held = {row: list(parts) for row, parts in drafter._states._held.items()}
+        rows.feed([text[rows.lengths[0] : end], []], [0, 0])
+    assert done == covered
+    assert drafter.unread(0, text) == (5 if span == 64 else 8)
+    if span == 8:
+        assert held[0][0][0] == 12, "states of which none is to be read are gone"
+    states = alone(build("llama"), text)
+    said = []
+    for own in (drafter, at_once):
+        if own is at_once:
+            own._states.note(0, 0, states)
+        own._read([text, None], leave=99)
+        said.append(own.step([text, None], None).logits)
+    assert drafter.rows.begins == at_once.rows.begins == [30 - min(span, 30), 0]
+    torch.testing.assert_close(said[0][0], said[1][0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("controller", ["fixed(3)", "auto"])
+def test_long_prompts_are_written_as_plainly(
+    controller: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In batches, read in parts, with and without texts read before."""
+    monkeypatch.setattr("forerun.engine.loop.CHUNK", 12)
+    rows, (shared, *more) = torch_rows(build("llama")), texts(36, 30, 20)
+    prompts = [[*shared, 5], *more, [*shared, 6, 7]]
+    how: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True, "batch_size": 3}
+    plain = Model(rows, DRAFTERS.make("none").build(None, None)).generate(prompts, **how)
+    along = []
+    follow = EagleDrafter.follow
+
+    def followed(self: EagleDrafter, read: Any) -> None:
+        follow(self, read)
+        along.append(sum(self.rows.lengths))
+
+    monkeypatch.setattr(EagleDrafter, "follow", followed)
+    for kept in ({}, {"prefixes": Prefixes(1 << 24)}):
+        fast = Model(rows, drafter_of(str(DATA / "llama"), rows), **kept)
+        for _ in range(2):
+            done = fast.generate(prompts, controller=controller, **how)
+            assert [c.tokens for c in done] == [c.tokens for c in plain]
+    assert controller == "auto" or max(along) > 12
+
+
 def test_on_openvino_the_target_lends_its_embeddings(tmp_path: Path) -> None:
     model, prompts = build("llama"), texts(5, 9)
     how: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "controller": "fixed(3)"}
@@ -187,6 +247,9 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         drafter_of(path, torch_rows(build("llama", vocab_size=120)))
     with pytest.raises(ModelError, match=r"fuse\.weight is \(32, 96\), wanted \(32, 192\)"):
         drafter_of(path, torch_rows(build("llama", hidden_size=64)))
+    own = authors_layout(tmp_path / "own")
+    with pytest.raises(ModelError, match="embeddings of 64 for a layer of 32"):
+        drafter_of(own, torch_rows(build("llama", hidden_size=64)))
     deep = changed(tmp_path / "deep", eagle_aux_hidden_state_layer_ids=[1, 2, 4])
     with pytest.raises(SettingError, match="depths must rise from 1 to at most the target's 3"):
         drafter_of(deep, torch_rows(build("llama")))
@@ -223,10 +286,11 @@ def test_a_head_in_its_targets_folder_is_found_and_may_be_in_8_bits(tmp_path: Pa
     assert 0 < float((near - far).abs().max()) < 0.02 * float(near.abs().max())
 
 
-def test_the_default_depths_are_eagles_own() -> None:
-    from forerun.runtime.eagle3 import depths_of
-
+def test_depths_and_places_are_the_folders_own() -> None:
     assert depths_of({}, 32) == [2, 16, 29]
+    assert span_of({}) == span_of({"max_position_embeddings": "2k"}) == WHOLE
+    assert span_of({"max_position_embeddings": 2048}) == 2048
+    assert span_of({"transformer_layer_config": {"max_position_embeddings": 64}}) == 64
     assert depths_of({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}}, 32) == [1, 5]
     assert VOCAB == 97, "as of the heads that are kept"
 
@@ -328,6 +392,7 @@ def test_a_taught_head_is_right(taught: Any, tmp_path: Path) -> None:
     measured = trainer.agreement(documents)
     about = trainer.export(tmp_path, len(documents), measured)
     assert about.kind == "eagle3"
+    assert drafter_of(str(tmp_path), torch_rows(model))._head.span == EagleHead.span
     assert measured["tokens_per_round"] > 1.5
     rows = torch_rows(model)
     prompts = [d.ids[: d.start + 1] for d in documents[:8]]

@@ -62,6 +62,9 @@ def test_models_and_published_heads(tmp_path: Path) -> None:
         ({"speculators_model_type": "mtp"}, (), "the target's own are run by mtp"),
         ({"speculators_model_type": "hydra"}, (), "a head of the kind 'hydra', which is not known"),
         ({"medusa_num_heads": 5}, (), "Medusa's own heads; forerun train-draft medusa"),
+        ({"hydra_num_heads": 4}, (), "a head of the kind 'hydra', which is not known"),
+        ({"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]}, (),
+         "an MLP speculator"),
         ({"model_type": "llama"}, ("fc.weight", "layers.0.mlp.up_proj.weight"),
          "a head of EAGLE 1 or 2"),
     ],
@@ -73,6 +76,18 @@ def test_other_heads_are_refused_by_name(
     with pytest.raises(ModelError, match=message) as caught:
         drafter_spec(path)
     assert "a draft is a model (a folder of transformers, or a GGUF file)" in str(caught.value)
+
+
+def test_a_draft_of_a_kind_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    save_draft(tmp_path, About("hydra", None), {"x": torch.ones(1)})
+    with pytest.raises(ModelError, match=r"the kind 'hydra', which is not known here; a draft is"):
+        drafter_spec(tmp_path)
+
+
+def test_a_head_in_several_files_is_told(tmp_path: Path) -> None:
+    path = folder(tmp_path, {"model_type": "llama"}, "midlayer.hidden_norm.weight")
+    save_file({"lm_head.weight": torch.ones(1)}, tmp_path / "more.safetensors")
+    assert contents_of(path).about == "an EAGLE-3 head in its authors' layout"
 
 
 def test_a_folder_that_holds_nothing_is_refused(tmp_path: Path) -> None:

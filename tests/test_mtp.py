@@ -118,7 +118,9 @@ def test_logits_are_those_of_transformers(model: Any) -> None:
             torch.testing.assert_close(second.logits[row], wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_greedy_text_is_plain(model: Any) -> None:
+def test_greedy_text_is_plain(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in parts, too, which the layer reads whole."""
+    monkeypatch.setattr("forerun.engine.loop.CHUNK", 6)
     prompts = texts(5, 1, 9)
     rows = torch_rows(model)
     how: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}

@@ -236,6 +236,22 @@ def test_what_is_learnt_is_what_is_drafted(folders):
     torch.testing.assert_close(taught[:3], plain.log_softmax(-1).detach(), atol=1e-4, rtol=1e-4)
 
 
+def test_an_adapter_of_a_target_in_16_bits_learns_in_float32(adapt, folders, tmp_path):
+    """As a GGUF file's is, whose weights are widened; it drafts in the target's own type."""
+    import torch
+
+    import forerun
+
+    done = adapt("--dtype", "bfloat16", "--lr", "0.00005", "--steps", "40", "--json")
+    assert done.code == 0, done.err
+    saved = torch.load(tmp_path / "adapter" / "training.pt", weights_only=True)["own"]
+    assert all(own.dtype == torch.float32 for own in saved.values())
+    assert any(bool((own != own.bfloat16()).any()) for own in saved.values())
+    model = forerun.load(folders.decoder, tmp_path / "adapter", device="cpu", dtype="bfloat16")
+    assert model.target.executor.module().dtype == torch.bfloat16
+    assert model.generate(TEXTS[0], max_new_tokens=9, controller="fixed(3)").stats.drafted
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [

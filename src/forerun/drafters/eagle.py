@@ -28,9 +28,6 @@ from forerun.runtime.eagle import KIND, EagleHead, HeadExecutor, StateReader, lo
 from forerun.runtime.states import States
 from forerun.runtime.support import check_decoder_only
 
-READS = 256
-"""Tokens before what a prompt asks for that a head reads: with those before it keeps no more of
-SmolLM2's (`dev/LOG.md`). What is left out is decided by the prompt alone: replays are exact."""
 HEADS = Path(__file__).parent / "heads"
 """Heads that ship, by the hashes of tokenizer and target."""
 
@@ -70,11 +67,12 @@ class EagleDrafter(RowsDrafter):
         self._true: dict[int, int] = {}
         """Rows whose newest tokens were read without the target's states, and how many with."""
         self._left_out: list[int] = []
-        """Per row how many tokens its prompt has before those that are read."""
+        """Per row how many tokens its prompt has before those that are read. The prompt alone
+        decides, so that replays are exact."""
 
     def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         super().join(prompts, room)
-        self._left_out.extend(max(len(prompt) - READS, 0) for prompt in prompts)
+        self._left_out.extend(max(len(prompt) - self._head.span, 0) for prompt in prompts)
 
     def keep(self, rows: Sequence[int]) -> None:
         self._restore()
@@ -90,10 +88,15 @@ class EagleDrafter(RowsDrafter):
         return len(text) - max(self.rows.begins[row] + self.rows.lengths[row], self._left_out[row])
 
     def follow(self, texts: Texts) -> None:
-        """Only the end of a prompt is read, when its row first drafts: states before it may go."""
-        for row, text in enumerate(texts):
-            if text is not None:
-                self._states.read(row, first := self._left_out[row], first)
+        """Read along, as far as the target has come, where nothing of a prompt is left out; else
+        its end is read when its row first drafts, and states before that may go."""
+        along: list[list[int] | None] = [None for _ in texts]
+        for row, (text, n) in enumerate(zip(texts, self.target.lengths, strict=True)):
+            if text is not None and (first := self._left_out[row]):
+                self._states.read(row, first, first)
+            elif text is not None and n:
+                along[row] = text[: n + 1]
+        self._read(along, leave=0)
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         """Read what was kept of the last draft, with the target's states, then draft on."""

@@ -52,6 +52,8 @@ def contents_of(path: str) -> Contents:
     if (folder / ABOUT).is_file():
         kind = read_about(path).kind
         named = ("specbound", (), {"exits": path}) if kind == "exits" else (kind, (path,), {})
+        if named[0] not in DRAFTERS:
+            raise _refused(path, kind)
         return Contents(DRAFTERS.make(Spec(*named)), f"trained by forerun for {named[0]}")
     if gguf.locate(path) is not None:
         return Contents(ModelDraft(path), "a GGUF model")
@@ -66,24 +68,29 @@ def contents_of(path: str) -> Contents:
         whose = "of speculators" if layout else "in its authors' layout"
         return Contents(DRAFTERS.make(Spec("eagle3", (path,), {})), f"an EAGLE-3 head {whose}")
     if kind:
-        reason = REFUSED.get(kind, f"a head of the kind {kind!r}, which is not known here")
-        raise ModelError(f"{path!r} holds {reason}; a draft is {KNOWN}")
+        raise _refused(path, kind)
     return Contents(ModelDraft(path), f"a {config.get('model_type', 'transformers')} model")
+
+
+def _refused(path: str, kind: str) -> ModelError:
+    reason = REFUSED.get(kind, f"a head of the kind {kind!r}, which is not known here")
+    return ModelError(f"{path!r} holds {reason}; a draft is {KNOWN}")
 
 
 def _published(config: Mapping[str, Any], folder: Path) -> str:
     """The kind of a head that is not of speculators; empty: it is none."""
     architecture = " ".join(map(str, config.get("architectures") or ())).lower()
-    for kind in ("dflash", "dspark", "peagle", "medusa"):
+    if "mlpspeculator" in architecture:
+        return "mlp"
+    for kind in ("dflash", "dspark", "peagle", "medusa", "hydra"):
         if kind in architecture or any(key.startswith(kind) for key in config):
             return kind
     if "eagle3" in architecture or any(key in config for key in ("draft_vocab_size", *FLAGS)):
         return "eagle3"
-    files = list(folder.glob("*.safetensors"))
-    names: Mapping[str, Any] = {}
-    if len(files) == 1:
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
         with suppress(OSError, ModelError):
-            names = header(files[0])
+            names |= header(file).keys()
     if any(name.startswith("midlayer.") for name in names):
         return "eagle3"
     return "eagle" if "eagle" in architecture or "fc.weight" in names else ""

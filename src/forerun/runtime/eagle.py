@@ -30,6 +30,9 @@ EPS = 1e-5
 ROTARY = tuple(10_000.0 ** (-2 * i / HEAD) for i in range(HEAD // 2))
 """Radians per place by which pairs turn."""
 
+WHOLE = 1 << 30
+"""A span that leaves nothing out."""
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of queries to keys and values, `(n, heads, tokens, width)` each, and its result."""
 
@@ -72,6 +75,8 @@ class StateHead(nn.Module, ABC):
     token_bytes: int  # of its keys and values
     first: int = 0
     """Place of the first token that others see: 1 if none is read that has no state before it."""
+    span: int = WHOLE
+    """Tokens of a prompt that it reads, its last ones."""
 
     def __init__(self, form: HeadForm, read: int) -> None:
         super().__init__()
@@ -170,6 +175,9 @@ class EagleHead(StateHead):
     `HEAD`; `states` is how many numbers all depths' states of a token have.
     """
 
+    span = 256
+    """It learns from short texts: SmolLM2's keeps less where it reads more (`dev/LOG.md`)."""
+
     def __init__(self, width: int, inner: int, vocab: int, states: int) -> None:
         super().__init__(HeadForm(width, inner, width // HEAD, width // HEAD), width)
         self.reads = vocab
@@ -230,7 +238,7 @@ class MtpHead:
     for one with a sliding window or a state, `ModelError` if it cannot be loaded.
     """
 
-    first, token_bytes = 1, 0
+    first, token_bytes, span = 1, 0, WHOLE
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config(decoder=True)

@@ -13,11 +13,11 @@ from forerun.cache import write_json
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import check_shapes, read_tensors, shapes_of, widened, write_tensors
-from forerun.runtime.eagle import HeadForm, Norm, StateHead, rms
+from forerun.runtime.eagle import WHOLE, EagleHead, HeadForm, Norm, StateHead, rms
 from forerun.runtime.load import read_json
 from forerun.runtime.packing import dense
 
-CONFIG = "config.json"
+CONFIG, SPAN = "config.json", "prompt_span"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Variants of the layer, as both layouts name them; false where a file does not say."""
 LAYERS = ("llama", "qwen3")
@@ -96,6 +96,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return read_json(Path(folder, CONFIG).expanduser())
 
 
+def span_of(config: Mapping[str, Any]) -> int:
+    """Tokens of a prompt that a head reads, its last ones: what `train-draft` says of one, or as
+    many as its layer has places, or all where neither is named."""
+    layer = config.get("transformer_layer_config") or config
+    named = config.get(SPAN) or layer.get("max_position_embeddings")
+    return named if isinstance(named, int) and named > 0 else WHOLE
+
+
 def depths_of(config: Mapping[str, Any], layers: int) -> list[int]:
     """Depths of the target whose states a head reads; EAGLE-3's own three where it names none."""
     nested = config.get("eagle_config") or {}
@@ -130,10 +138,13 @@ def load_head(
             f"the head in {folder!r} is of another target: it reads {len(table)} tokens and says "
             f"ids up to {int(tokens.max())}, and this one has {vocab}"
         )
+    if table.shape[1] != form.width:
+        raise _unread(folder, f"embeddings of {table.shape[1]} for a layer of {form.width}")
     form = replace(form, head_norms="query_norm.weight" in own)
     with torch.device("meta"):
         head = Eagle3Head(form, flags, table.to(target.device), count, width * depths)
     check_shapes(folder, own, shapes_of(head.state_dict()))
+    head.span = span_of(config)
     return head.filled(own).to(target.device), tokens
 
 
@@ -174,7 +185,7 @@ def save_head(
         "speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"],
         "draft_vocab_size": len(tokens), "eagle_aux_hidden_state_layer_ids": list(depths),
         **{flag: flag in head.flags for flag in FLAGS}, "transformer_layer_config": layer,
-        "trained": dict(trained),
+        SPAN: EagleHead.span, "trained": dict(trained),
     }  # fmt: skip
     write_tensors(Path(folder, "model.safetensors"), named)
     write_json(Path(folder, CONFIG), config)

@@ -41,7 +41,8 @@ class AdapterTrainer(StatesTraining):
         return [self.settings.depth]
 
     def _begun(self, tokens: torch.Tensor | None, texts: Sequence[Document]) -> Own:
-        return dict(self.adapter.named_parameters())
+        """In float32, whatever the target is in: its steps are lost in 16 bits."""
+        return dict(self.adapter.float().named_parameters())
 
     def _losses(self, texts: Sequence[Document], rng: random.Random) -> Iterator[torch.Tensor]:
         yield divergence(*self._both(texts))
@@ -49,12 +50,13 @@ class AdapterTrainer(StatesTraining):
     def _both(self, texts: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
         """`(n, V)` logits of the adapter, and log-probabilities of the target, where it counts."""
         states = [own[:, 0] for own in self._states.of(texts)]
-        shallow = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
+        shallow = torch.nn.utils.rnn.pad_sequence(states, batch_first=True).float()
         mask, positions = self._access.places(shallow)
         adapted = self.adapter(self._access, shallow, mask, positions.expand(len(texts), -1))
         with torch.no_grad():
             taught = self._access.logits(self._scored_states(texts)[:, 1])
-        logits = self._access.unembed(adapted[self._scored(texts)])
+        adapted = adapted[self._scored(texts)].to(self._access.unembedding.dtype)
+        logits = self._access.unembed(adapted)
         return logits.float(), taught.float().log_softmax(-1)
 
     def _right(self, texts: Sequence[Document]) -> torch.Tensor:
