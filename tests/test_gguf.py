@@ -207,6 +207,7 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
     same = [again.run([i], [IDS[i : i + 1]], [1])[0, 0].numpy() for i in range(len(IDS))]
     assert np.array_equal(same, one), "a text does not depend on which start it is"
     executor.keep([], [])
+    executor._forms.open._spare = 0  # else the last row would be padded for all of them
     executor.run([0] * 6, [IDS[:3]] * 6, [0] * 6)
     executor.run([3] * 6, [IDS[3:4]] * 6, [1] * 6)
     request = executor._forms.open.request
@@ -215,6 +216,41 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
     for start in (executor, again):
         start.finish()
         assert [start._forms.fitting(n).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
+
+
+def test_passes_of_new_sizes_are_padded_while_that_costs_less(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To sizes that were fed, and compute the same; where the context has room."""
+    if not rounds_inputs():
+        pytest.skip("this CPU rounds no inputs: passes are not the same to the last bit")
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    padded, exact = (from_name(file, threads=1) for _ in range(2))
+    padded._forms.open._padded.clear()  # of passes at the load
+    padded._forms.open._spare, exact._forms.open._spare = 5, 0
+
+    def compared(starts: list[int], sizes: list[int], wanted: list[int]) -> tuple[int, int]:
+        """Tokens of the padded pass, and logits of it."""
+        pieces = [IDS[:n] for n in sizes]
+        seen = [executor.run(starts, pieces, wanted) for executor in (padded, exact)]
+        assert torch.equal(*seen)
+        counts = [
+            [len(executor._forms.open.request._bound[name][0]) for name in ("input_ids", "wanted")]
+            for executor in (padded, exact)
+        ]
+        assert counts[1] == [sum(sizes), max(sum(wanted), 2)]
+        for executor in (padded, exact):
+            executor.keep([], [])
+        return counts[0][0], counts[0][1]
+
+    for sizes, wanted, size in (
+        ([6], [6], (8, 8)), ([6], [1], (8, 2)), ([6], [6], (6, 6)),  # 5 tokens are spent by then
+        ([6, 5], [6, 5], (16, 16)), ([14, 1], [8, 1], (16, 16)), ([8], [8], (8, 8)),
+    ):  # fmt: skip
+        assert compared([0] * len(sizes), sizes, wanted) == size
+    for executor in (padded, exact):
+        executor.run([0], [(IDS * LIMIT)[: LIMIT - 7]], [0])
+    assert compared([LIMIT - 7], [7], [7]) == (7, 7), "no room is left"
 
 
 def test_graphs_for_exactly_so_many_tokens_are_made_when_passes_want_them(

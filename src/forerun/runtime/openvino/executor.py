@@ -262,18 +262,19 @@ class OpenVINOExecutor(Executor):
         if HALVED < size <= self._forms.most_split:
             return self._in_parts(starts, pieces, wanted)
         fed = self._forms.fed(counts)
-        size = sum(fed)
         ends = list(map(add, starts, fed))
-        form = self._forms.fitting(size)
+        form = self._forms.fitting(sum(fed))
         last = max(row for row, count in enumerate(counts) if count)
-        if form.tokens and ends[last] + form.tokens - size > self.facts.limit:
-            form = self._forms.open
-        ends[last] += max(form.tokens - size, 0)
+        room = self.facts.limit - ends[last]
+        if (more := form.more(counts, room)) > room:
+            form, more = self._forms.open, 0
+        ends[last] += more
         self._version += self.pool.cover(ends)
         if self.given:
             assert self.states is not None, "what is given is made of what passes leave"
-            form.give([own.numpy() for own in self.given], self.states.width)
-        seen = form.run(starts, pieces, wanted, ends, self.pool.tables, self._version, parents)
+            form.give([own.numpy() for own in self.given], self.states.width, more)
+        tables = self.pool.tables
+        seen = form.run(starts, pieces, wanted, ends, tables, self._version, parents, more)
         if self.states is not None:
             states = torch.from_numpy(form.request.states())
             for row, first in form.begins.items():

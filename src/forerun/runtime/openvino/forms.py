@@ -81,6 +81,13 @@ WANTED = 128
 """Passes that a graph for exactly so many tokens would have taken, after which it is made. One of
 SmolLM2 takes two seconds of CPU time and 0.13 GB, and saves each pass a few of its 16 ms: in a
 process that writes 96 tokens, or 400, none pays for itself."""
+STEP = 8
+"""Tokens to whose multiples passes of an open graph are padded while that is worth it: in front of
+one of a size that it was not fed before, all its nodes prepare themselves anew."""
+NEW_SIZE = 1_350_000_000
+"""Weights times tokens that are multiplied meanwhile: SmolLM2 takes 10 to 20 ms of CPU time for it
+(Zen 4), ten tokens, its head 4 to 15 for 2 to 3 ms of reading. Models are padded so whose passes
+compute the same whatever their size, and heads."""
 SMALLEST_JOINED = 128 << 20
 """Bytes of weights from which as many passes also put memory into huge pages (`join_pages`): one of
 one token takes 3 to 7 % less time then, of five 0 to 6 % (SmolLM2, Qwen2.5-Coder-1.5B; Zen 4), for
@@ -136,6 +143,7 @@ class Form:
         tokens: every pass feeds so many; 0: any number.
         ahead: it goes on by itself for so many tokens behind the only one that is wanted, and has
             their logits, too; 0: those of any number of tokens are wanted.
+        spare: tokens that passes of one size may be padded by in all, before it is fed as it is.
 
     Raises:
         RuntimeError, MemoryError: this graph cannot be had for so many tokens.
@@ -148,6 +156,7 @@ class Form:
         settings: dict[str, Any],
         tokens: int = 0,
         ahead: int = 0,
+        spare: int = 0,
     ) -> None:
         if tokens:
             shapes = {"input_ids": [tokens, 1], "position_ids": [tokens, 1]}
@@ -162,8 +171,9 @@ class Form:
         self.tell: Tell | None = None
         """Called when the rows of the tokens, or the tables, are others; None: nobody needs it."""
         self._least = 1
+        self._spare, self._padded = spare, Counter[int]()
         self._places = memoryview(array("q", range(facts.limit + LARGEST_LEAST)))
-        self._shape: tuple[Sequence[int], Sequence[int]] = (), ()
+        self._shape: tuple[Sequence[int], Sequence[int], int] = (), (), 0
         self._fed: list[tuple[int, int, int]] = []  # row, first and last of its tokens
         self._sizes: list[int] = []  # of attention, how many tokens each has
         self.begins: dict[int, int] = {}
@@ -184,10 +194,10 @@ class Form:
         for port, pool in zip(self.ports(prefix), pools, strict=True):
             self.request.set(port, pool)
 
-    def give(self, states: Sequence[NDArray[np.float32]], width: int) -> None:
-        """Let the next pass read `(tokens, ≤ width)` states of each fed row's tokens, zeros behind
-        them; see `nodes.GIVEN`."""
-        at, size = 0, self.tokens or sum(map(len, states))
+    def give(self, states: Sequence[NDArray[np.float32]], width: int, more: int = 0) -> None:
+        """Let the next pass, which is padded by so many tokens, read `(tokens, ≤ width)` states of
+        each fed row's, zeros behind them; see `nodes.GIVEN`."""
+        at, size = 0, self.tokens or sum(map(len, states)) + more
         into = self.request.floats(GIVEN, size, width)[:, 0]
         for own in states:
             end, known = at + len(own), own.shape[1]
@@ -195,13 +205,29 @@ class Form:
 
     def pad(self, least: int) -> None:
         """Feed each row at least so many tokens, and so many to the head if any are wanted."""
-        self._least, self._shape = least, ((), ())
+        self._least, self._shape = least, ((), (), 0)
 
     def fed(self, counts: Iterable[int]) -> list[int]:
         """Tokens of each row with those it is padded with: a row of one token takes another kernel
         of attention, whatever is beside it. Of the products only a single token does, so that a
         graph for any number of tokens pads a row for its attention alone."""
         return [max(count, self._least) if count else 0 for count in counts]
+
+    def own(self, counts: Sequence[int]) -> list[int]:
+        """Tokens of each row that products are over."""
+        alone = self._pads_attention and sum(counts) >= self._least
+        return [*counts] if alone else self.fed(counts)
+
+    def more(self, counts: Sequence[int], room: int) -> int:
+        """Tokens that a pass feeds behind those of its last row: if any number, at most `room`."""
+        size = sum(self.own(counts))
+        if self.tokens:
+            return self.tokens - size
+        more = -size % STEP
+        if more > room or self._padded[size] + more > self._spare:
+            return 0
+        self._padded[size] += more
+        return more
 
     def run(
         self,
@@ -212,6 +238,7 @@ class Form:
         tables: Sequence[Sequence[int]],
         version: int,
         parents: Parents = (),
+        more: int = 0,
     ) -> NDArray[np.float32]:
         """One packed pass.
 
@@ -221,13 +248,14 @@ class Form:
                 that is fed also all that the graph takes: what comes next overwrites them.
             tables: each row's blocks, enough for that.
             version: another one whenever the tables are others.
+            more: tokens that a pass of any number is padded by.
 
         Returns:
             `(sum(wanted), V)`, overwritten by the next pass.
         """
         counts = [len(piece) for piece in pieces]
-        if (counts, wanted) != self._shape:
-            self._bind_shape(counts, list(wanted))
+        if (counts, wanted, more) != self._shape:
+            self._bind_shape(counts, list(wanted), more)
         if version != self._version:
             self._bind_tables(tables)
             self._version = version
@@ -267,17 +295,18 @@ class Form:
             self.request.array(TREES[1], np.zeros(0, np.int32))
             self._branching = False
 
-    def _bind_shape(self, counts: list[int], wanted: list[int]) -> None:
+    def _bind_shape(self, counts: list[int], wanted: list[int], more: int) -> None:
         """Set the inputs that depend on how many tokens which rows feed, not on which tokens."""
-        self._shape = counts, wanted
+        self._shape = counts, wanted, more
         padded = self.fed(counts)
-        own = counts if self._pads_attention and sum(counts) >= self._least else padded
-        fed = [(row, *span) for row, span in enumerate(spans(own)) if counts[row]]
+        fed = [(row, *span) for row, span in enumerate(spans(self.own(counts))) if counts[row]]
         self.begins = {row: first for row, first, _ in fed}
         ends = {row: first + counts[row] for row, first in self.begins.items()}
         heads = [at for row, end in ends.items() for at in range(end - wanted[row], end)]
-        size = self.tokens or fed[-1][2]
+        size = self.tokens or fed[-1][2] + more
         seen = self.tokens or (heads and max(len(heads), self._least)) or 0
+        if self._spare and seen > self._least:
+            seen = min(seen + -seen % STEP, size)
         seen = 1 if self.ahead else seen
         self._sizes = [padded[row] for row in ends]
         self._sizes[-1] += size - fed[-1][2]
@@ -287,7 +316,7 @@ class Form:
         self._fed, request = fed, self.request
         begins = array("i", [0, *accumulate(self._sizes)])
         request.input("subsequence_begins", len(begins))[:] = begins
-        request.input("wanted", seen)[: len(heads)] = array("q", heads)
+        request.input("wanted", seen)[:] = array("q", [*heads, *[0] * (seen - len(heads))])
         self._logits = request.output(seen + self.ahead)[: len(heads) + self.ahead]
         self._past = request.input("past_lens", len(fed))
         self._ids = request.input("input_ids", size)
@@ -348,6 +377,8 @@ class Forms:
         # bfloat16 products read them as they are, whatever the tokens.
         only_halves = large or not halved or facts.precision == "bfloat16"
 
+        spare = NEW_SIZE // max(facts.weights, 1) if settle or _is_head(graph) else 0
+
         @cache
         def widened() -> ov.Model:
             wide = graph.clone()
@@ -363,7 +394,7 @@ class Forms:
                 narrow_attention(own)
             if least > 1 and not tokens:
                 pad_attention(own)
-            return Form(own, facts, settings, tokens)
+            return Form(own, facts, settings, tokens, spare=0 if tokens else spare)
 
         def compiled(sizes: Sequence[int]) -> list[Form]:
             if not only_halves:
@@ -374,16 +405,14 @@ class Forms:
         self._later = partial(compiled, shared) if shared else None  # holds the graph
         self._pools: dict[str, list[ov.Tensor]] = {}
         self._tell: Tell | None = None
-        self.least = 1
         alone = [n for n in alone if n >= least and not _is_head(graph)]
         self._wanted: Counter[int] = Counter()
         self._joins = weighed(facts) >= SMALLEST_JOINED
         self._coming: dict[int, Future[Form]] = {}
-        self._text, self._kept = texts(facts.vocab_size, facts.limit)[1], kept
+        self._text, self._kept, self.least = texts(facts.vocab_size, facts.limit)[1], kept, 1
         self._lacking = tuple(n for n in alone if self._known(n) is not False) if settle else ()
-        self._make: Callable[[int], Form] | None = None
-        if settle:
-            self._make = partial(_prepared, lambda n: made(n, False), least, settle)
+        one = partial(made, in_parts=False)
+        self._make = partial(_prepared, one, least, settle) if settle else None
         self.open, *self._exact = compiled([0, *(() if settle else alone)])
         self._wide: Form | None = None
         if large and tiled and weighed(facts) // 2 <= LARGEST_SECOND:
@@ -395,7 +424,9 @@ class Forms:
 
     def fitting(self, tokens: int) -> Form:
         """The one that takes least time for so many."""
-        self._want(next((n for n in self._lacking if n >= tokens), 0))
+        lacking = next((n for n in self._lacking if n >= tokens), 0)
+        there = self._there(tokens).tokens
+        self._want(0 if 0 < there < lacking else lacking)
         return self._there(tokens)
 
     def _there(self, tokens: int) -> Form:
@@ -416,6 +447,9 @@ class Forms:
             self.add(forms)
         for size in self._lacking:
             self._adopt(size)
+        if self._joins and self._wanted[0] < WANTED:
+            self._wanted[0] = WANTED
+            join_pages(rests=0)
 
     @property
     def finished(self) -> bool:
@@ -423,17 +457,16 @@ class Forms:
 
     def _want(self, size: int) -> None:
         """Count a pass that one for so many tokens would take, 0 if none is lacking; make it, and
-        use it when it is there."""
+        use it when it is there. Behind passes that lack none memory is joined."""
         if (coming := self._coming.get(size)) is not None:
             if coming.done():
                 self._adopt(size)
             return
         self._wanted[size] += 1
-        if self._wanted[size] == WANTED:
-            if size and self._make is not None:
-                self._coming[size] = BEHIND.submit(self._make, size)
-            if self._joins:
-                threading.Thread(target=join_pages, name="pages", daemon=True).start()
+        if self._wanted[size] == WANTED and size and self._make is not None:
+            self._coming[size] = BEHIND.submit(self._make, size)
+        elif self._wanted[size] == WANTED and self._joins:
+            threading.Thread(target=join_pages, name="pages", daemon=True).start()
 
     def _adopt(self, size: int) -> None:
         coming = self._coming.pop(size)

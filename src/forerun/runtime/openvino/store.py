@@ -121,12 +121,13 @@ def let_go(name: str | None) -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def join_pages() -> None:
+def join_pages(rests: float = 2.0) -> None:
     """Put memory of this process into huge pages where it about fills them.
 
     A processor looks fewer places up then, and prefetches beyond 4 KB: two threads of a Zen 4 read
     28 GB/s for 20. Nothing happens on systems that cannot, such as Linux before 6.1. One page after
-    another with rests between, as nobody gets memory meanwhile: passes waited for a second once.
+    another with rests between, so many times as long, as nobody gets memory meanwhile: passes
+    waited for a second once.
     """
     with suppress(OSError, AttributeError):
         for first, last, (rights, _, _, inode, *_) in _mappings():
@@ -140,7 +141,7 @@ def join_pages() -> None:
             for page in np.flatnonzero(used).tolist():
                 began = perf_counter()
                 _system("madvise", first + page * _HUGE, _HUGE, _COLLAPSE)
-                sleep(2 * (perf_counter() - began))
+                sleep(rests * (perf_counter() - began))
 
 
 def _mappings() -> list[tuple[int, int, list[str]]]:
