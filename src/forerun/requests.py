@@ -61,23 +61,24 @@ class Sampling:
     constraint, temperature, top-k, top-p, min-p.
 
     Args:
-        temperature: 0 is greedy; higher is more random. Otherwise from 1e-30 to 1e30.
-        top_k: keep the K most likely tokens; 0 keeps all.
-        top_p: keep the smallest set with this much probability. In (0, 1].
-        min_p: drop tokens below P times the highest probability. In [0, 1].
+        temperature (T): 0 is greedy; higher is more random. Otherwise from 1e-30 to 1e30.
+        top_k (K): keep the K most likely tokens; 0 keeps all.
+        top_p (P): keep the smallest set with this much probability. In (0, 1].
+        min_p (P): drop tokens below P times the highest probability. In [0, 1].
         repetition_penalty: above 1 makes tokens already in the text unlikely. From 1e-30 to 1e30;
             divides positive and multiplies negative logits of tokens in the prompt or the output.
         presence_penalty: subtracted from logits of tokens in the output.
         frequency_penalty: likewise, once per occurrence.
-        logit_bias: add a value to a token's logit. Token id → value of at most 1e30; −inf, as JSON
-            "-inf", bans it.
-        seed: of the random numbers; the same gives the same. Requests have random numbers of their
-            own, by seed and prompt: prompts that share a seed do not draw alike. None draws one (it
-            is in the result). With one, no text depends on clock or neighbours, and by the rule
-            `gumbel` none on its draft.
+        logit_bias (ID=VALUE): add a value to a token's logit. Token id → value of at most 1e30;
+            −inf, as JSON "-inf", bans it.
+        seed (S): of the random numbers; the same gives the same. Requests have random numbers of
+            their own, by seed and prompt: prompts that share a seed do not draw alike. None draws
+            one (it is in the result). With one, no text depends on clock or neighbours, and by the
+            rule `gumbel` none on its draft.
         max_new_tokens: most tokens to write, at least 1.
         min_new_tokens: no end of text before this many tokens. By a token or a stop string.
-        stop: end before this text. A string or several; one that is a special token is that token.
+        stop (STR): end before this text. A string or several; one that is a special token is that
+            token.
         eos: end-of-text token id or ids; None uses the model's.
         ignore_eos: go on after the end of text.
         constraint: what the output may say (`forerun.grammar`); at every place, tokens that it

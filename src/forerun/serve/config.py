@@ -15,13 +15,16 @@ class Config:
     """Settings of the server that no request can change.
 
     Args:
-        name: what clients call it; on the command line by default the folder's name.
+        name (--served-model-name NAME): what clients call it; on the command line by default the
+            folder's name.
         controller: spec of requests that name none.
         rule: what to keep, for requests that do not say. Always allowed.
-        allowed_rules: a lossy rule that requests may ask for, or all; by default none.
-        api_keys: requests need one of these keys, on the command line also from FORERUN_API_KEY.
-            None: open to all who reach the port.
-        host: address to listen on; this machine only. Others by their address, or 0.0.0.0.
+        allowed_rules (--allow-rule NAME): a lossy rule that requests may ask for, or all; by
+            default none.
+        api_keys (--api-key KEY): requests need one of these keys, on the command line also from
+            FORERUN_API_KEY. None: open to all who reach the port.
+        host (ADDRESS): address to listen on; this machine only. Others by their address, or
+            0.0.0.0.
         port: to listen on; 0 takes a free one.
         max_rows: texts decoded together. At least 1.
         queue: texts that may wait; more get status 429. At least 0.
@@ -32,11 +35,11 @@ class Config:
         buffer: rounds that may wait for a slow reader of a stream, ≥ 1; then it is cancelled.
         deadline: seconds that the head of a request may take, and its body.
         connections: open at a time; more get status 503.
-        grace: for running requests to finish after a signal.
+        grace (SECONDS): for running requests to finish after a signal.
         ping: seconds after which a silent stream gets a comment line, so that proxies keep it.
-        origins: a web origin whose pages may call.
-        hosts: another name of this machine. Besides `host` and loopback.
-        metrics_prefix: of metric names; vllm: for tools that read vLLM's.
+        origins (--allow-origin URL): a web origin whose pages may call.
+        hosts (--allow-host NAME): another name of this machine. Besides `host` and loopback.
+        metrics_prefix (PREFIX): of metric names; vllm: for tools that read vLLM's.
     """
 
     name: str = "forerun"

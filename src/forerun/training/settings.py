@@ -34,24 +34,24 @@ class TrainingSettings:
 
     Args:
         kind: of `TRAINERS`.
-        layers: of shared and block, the layers of the draft's decoder (default 1); of medusa,
-            residual blocks of a head (1); of kangaroo, the target's layers below the adapter (2);
-            of exits, the layers to exit after (about six, evenly spaced); of eagle and eagle3, the
-            depths whose states are read (of eagle a third, two thirds and all of the layers; of
-            eagle3 2, half and all of them).
-        width: of block, tokens proposed in a pass, ≥ 2 (default 8); of medusa, heads (5); of eagle,
-            of the layer, a multiple of 64 (256).
+        layers (N[,N...]): of shared and block, the layers of the draft's decoder (default 1); of
+            medusa, residual blocks of a head (1); of kangaroo, the target's layers below the
+            adapter (2); of exits, the layers to exit after (about six, evenly spaced); of eagle and
+            eagle3, the depths whose states are read (of eagle a third, two thirds and all of the
+            layers; of eagle3 2, half and all of them).
+        width (K): of block, tokens proposed in a pass, ≥ 2 (default 8); of medusa, heads (5); of
+            eagle, of the layer, a multiple of 64 (256).
         steps: optimiser steps, ≥ 1.
-        batch: texts per step, ≥ 1 (default 32, of exits, eagle and eagle3 8).
+        batch (B): texts per step, ≥ 1 (default 32, of exits, eagle and eagle3 8).
         lr: peak learning rate (default 0.001, of eagle 0.002, of exits 0.25 / H); rises over a
             twentieth of the steps, falls to zero over all.
         anchors: of block, places per text behind which a block is learned, ≥ 1.
-        seed: decides order, anchors and whatever begins at random.
+        seed (S): decides order, anchors and whatever begins at random.
         vocab: of medusa, exits, eagle and eagle3, how many tokens the draft can say, the most
             frequent in the texts; 0 is all (default, but of eagle and eagle3 a third of the
             target's, at most 8192).
-        loss: of exits, "hard" (cross-entropy to the last layer's arg-max: confidence is then the
-            chance that it agrees) or "distill" (forward KL from its distribution).
+        loss (hard|distill): of exits, "hard" (cross-entropy to the last layer's arg-max: confidence
+            is then the chance that it agrees) or "distill" (forward KL from its distribution).
     """
 
     kind: str = "shared"

@@ -89,9 +89,10 @@ class PolicyOptions:
     """What decides how far a command runs ahead and what it keeps.
 
     Args:
-        controller: how far to run ahead, like gammatune(eta=0.3); default: auto.
-        rule: what to keep, forerun list rules says which are lossless; default: gumbel.
-        settings: controller, rule and draft of a file of forerun tune, where no option names one.
+        controller (SPEC): how far to run ahead, like gammatune(eta=0.3); default: auto.
+        rule (SPEC): what to keep, forerun list rules says which are lossless; default: gumbel.
+        settings (FILE): controller, rule and draft of a file of forerun tune, where no option names
+            one.
     """
 
     panel: ClassVar[str] = SPECULATION
@@ -112,17 +113,18 @@ class Models:
     """What is to be loaded: the options that `forerun.load` takes.
 
     Args:
-        target: a folder, a Hugging Face id, or translator or digest, which ship; default: the
-            shipped one.
-        draft: who runs ahead, a smaller model, a folder with a trained draft or a published EAGLE-3
-            head, or a drafter like lookup(n=3), mtp or none; default: the shipped draft for the
-            shipped target, shared or block where the target's folder has one, else memory, with a
-            head behind it (memory+eagle) where there is one.
-        runtime: what runs the models: torch, openvino, cudagraphs, auto, or e.g.
+        target (ID_OR_PATH): a folder, a Hugging Face id, or translator or digest, which ship;
+            default: the shipped one.
+        draft (ID_OR_PATH|SPEC): who runs ahead, a smaller model, a folder with a trained draft or a
+            published EAGLE-3 head, or a drafter like lookup(n=3), mtp or none; default: the shipped
+            draft for the shipped target, shared or block where the target's folder has one, else
+            memory, with a head behind it (memory+eagle) where there is one.
+        runtime (SPEC): what runs the models: torch, openvino, cudagraphs, auto, or e.g.
             "openvino(precision='int8')"; default: FORERUN_RUNTIME, or else auto (openvino on a CPU
             where it is installed and serves the model), torch for specbound, adadecode, kangaroo.
-        device: where they run: cpu, cuda, cuda:1, ...; default: a GPU if any.
-        dtype: of their weights: auto, float32, bfloat16 or float16; default: as they were saved.
+        device (D): where they run: cpu, cuda, cuda:1, ...; default: a GPU if any.
+        dtype (T): of their weights: auto, float32, bfloat16 or float16; default: as they were
+            saved.
         trust_remote_code: run code that comes with a checkpoint.
     """
 

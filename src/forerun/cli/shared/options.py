@@ -39,54 +39,12 @@ def flag(name: str, help: str = "", panel: str | None = None) -> Any:
     return option("", help, name, panel=panel)
 
 
-METAVARS = {
-    "temperature": "T",
-    "top_k": "K",
-    "top_p": "P",
-    "min_p": "P",
-    "seed": "S",
-    "stop": "STR",
-    "logit_bias": "ID=VALUE",
-    "grace": "SECONDS",
-    "name": "NAME",
-    "allowed_rules": "NAME",
-    "api_keys": "KEY",
-    "host": "ADDRESS",
-    "origins": "URL",
-    "hosts": "NAME",
-    "metrics_prefix": "PREFIX",
-    "layers": "N[,N...]",
-    "target": "ID_OR_PATH",
-    "draft": "ID_OR_PATH|SPEC",
-    "runtime": "SPEC",
-    "device": "D",
-    "dtype": "T",
-    "controller": "SPEC",
-    "rule": "SPEC",
-    "settings": "FILE",
-    "exits": "DIR",
-    "width": "K",
-    "batch": "B",
-    "rank": "R",
-    "head": "light|full",
-    "loss": "hard|distill",
-}
-"""Of fields that have another than that of their type."""
-FLAGS = {
-    "name": "--served-model-name",
-    "allowed_rules": "--allow-rule",
-    "api_keys": "--api-key",
-    "origins": "--allow-origin",
-    "hosts": "--allow-host",
-}
-"""Of fields that have another than their name."""
-
-
 class Fields:
     """Marks a parameter that stands for fields of a dataclass: each becomes an option.
 
-    Help is the first sentence of a field's text in the docstring, or what `Annotated` says. The
-    command gets an object of the class, or a dictionary if the parameter is one.
+    Help is the first sentence of a field's text in the docstring, or what `Annotated` says; in
+    brackets behind the field's name may stand the flag, where that is another, and what stands for
+    the value. The command gets an object of the class, or a dictionary if the parameter is one.
 
     Args:
         source: the dataclass.
@@ -114,7 +72,7 @@ class Fields:
 
     def parameters(self) -> list[inspect.Parameter]:
         """The options, as parameters of a function."""
-        hints, texts = get_type_hints(self.source, include_extras=True), help_of(self.source)
+        hints, texts = get_type_hints(self.source, include_extras=True), _texts_of(self.source)
         by_name = {f.name: f for f in fields(self.source)}
         out = []
         for name in self.names:
@@ -122,18 +80,17 @@ class Fields:
             default: Any = made.default
             if default in (MISSING, (), {}, frozenset()):  # nothing instead of something empty
                 default = None
-            kind = self.changed.get(name, hints[name])
+            kind, (words, text) = self.changed.get(name, hints[name]), texts.get(name, ([], ""))
             if self._optional:
                 kind, default = kind | None, None
             if isinstance(kind, tuple):
                 kind, default = kind
             if Bytes in (kind, *get_args(kind)):
-                text = option("SIZE", texts.get(name, ""), panel=self.panel)
-                kind = Annotated[str | None, text]
+                kind = Annotated[str | None, option("SIZE", text, panel=self.panel)]
                 default = None if default is None else _sized(default)
                 self.sizes.add(name)
             if get_origin(kind) is not Annotated:
-                kind = _option(name, kind, texts.get(name, ""), self.panel)
+                kind = _option(name, kind, words, text, self.panel)
             keyword = inspect.Parameter.KEYWORD_ONLY
             out.append(inspect.Parameter(name, keyword, default=default, annotation=kind))
         return out
@@ -143,32 +100,37 @@ def _sized(count: int) -> str:
     return f"{count >> 20}MiB" if count % 2**20 == 0 else f"{count // 10**6}MB"
 
 
-def _option(name: str, kind: Any, text: str, panel: str | None) -> Any:
+def _option(name: str, kind: Any, words: list[str], text: str, panel: str | None) -> Any:
     if kind is bool:
         return Annotated[bool, flag(f"--{name.replace('_', '-')}", text, panel)]
     several = get_origin(kind) in (tuple, frozenset, Mapping)
     single = next((k for k in get_args(kind) or (kind,) if k is not type(None)), str)
-    metavar = METAVARS.get(name) or {int: "N", float: "X"}.get(single, "TEXT")
-    names = [FLAGS[name]] if name in FLAGS else []
+    flags = [word for word in words if word.startswith("--")]
+    usual = {int: "N", float: "X"}.get(single, "TEXT")
+    metavar, *_ = [*(word for word in words if word not in flags), usual]
     if several:
-        text = f"{text[:-1]}; repeatable."
-        return Annotated[list[str] | None, option(metavar, text, *names, panel=panel)]
-    return Annotated[kind, option(metavar, text, *names, panel=panel)]
+        kind, text = list[str] | None, f"{text[:-1]}; repeatable."
+    return Annotated[kind, option(metavar, text, *flags, panel=panel)]
 
 
-def help_of(source: type[Any]) -> dict[str, str]:
-    """The first sentence about every argument, its bases' too."""
-    texts: dict[str, str] = {}
+def _texts_of(source: type[Any]) -> dict[str, tuple[list[str], str]]:
+    """`arguments` with the first sentence about each, of its bases, too."""
+    texts: dict[str, tuple[list[str], str]] = {}
     for part in reversed(source.__mro__):
         texts |= arguments(part.__doc__)
-    return {name: re.split(r"(?<=\.) (?=[A-Z])", text)[0] for name, text in texts.items()}
+    first = re.compile(r"(?<=\.) (?=[A-Z])")
+    return {name: (words, first.split(text)[0]) for name, (words, text) in texts.items()}
 
 
-def arguments(doc: str | None) -> dict[str, str]:
-    """What a docstring says about every argument, begun with a capital."""
+def arguments(doc: str | None) -> dict[str, tuple[list[str], str]]:
+    """What a docstring says about every argument: words in brackets behind its name, and a text,
+    begun with a capital."""
     about = inspect.cleandoc(doc or "").partition("Args:\n")[2].partition("\n\n")[0]
-    texts = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", about, re.MULTILINE)
-    return {name: " ".join((text[0].upper() + text[1:]).split()) for name, text in texts}
+    texts = re.findall(r"^    (\w+)(?: \((.+?)\))?: (.*(?:\n {8,}.*)*)", about, re.MULTILINE)
+    return {
+        name: (words.split(), " ".join((text[0].upper() + text[1:]).split()))
+        for name, words, text in texts
+    }
 
 
 def command(function: Callable[..., T]) -> Callable[..., T]:
@@ -184,7 +146,7 @@ def command(function: Callable[..., T]) -> Callable[..., T]:
             parameters += mark.parameters()
         else:
             if name in texts:
-                mark.help = texts[name]
+                mark.help = texts[name][1]
             keyword = inspect.Parameter.KEYWORD_ONLY
             parameters.append(parameter.replace(kind=keyword, annotation=hints[name]))
 
