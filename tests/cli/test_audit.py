@@ -141,7 +141,7 @@ def test_a_peer_that_cannot_run_is_named(audit, monkeypatch):
         code += 'print(\'{"tokens": [[1]], "seconds": 0.1}\', flush=True)'
         return [Command(name, (sys.executable, "-c", code))]
 
-    monkeypatch.setattr("forerun.lab.bench.peers.named", named)
+    monkeypatch.setattr("forerun.cli.audit.named", named)
     result = audit("--peer", "transformers", "--json")
     assert result.code == 0
     assert "transformers-assisted(heuristic,5) is left out: ValueError: no model" in result.err

@@ -186,15 +186,13 @@ def test_help(forerun):
 
 
 def test_builtin_prompts_are_never_those_for_testing(forerun, monkeypatch):
-    from forerun import prompts
-
     asked = []
 
     def interrupt(text, split, *rest, penalised):
         asked.append((text, split, penalised))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prompts, "find_prompts", interrupt)
+    monkeypatch.setattr("forerun.cli.calibrate.find_prompts", interrupt)
     assert forerun("calibrate", "easd").code == 130
     assert asked == [("builtin:all", "val", False)]
 

@@ -145,15 +145,13 @@ def test_interrupted_it_keeps_the_best_so_far(run, prompts, tmp_path, monkeypatc
 
 
 def test_shipped_prompts_are_the_validation_ones(run, monkeypatch):
-    from forerun import prompts
-
     asked = []
 
     def interrupt(*args):
         asked.append(args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prompts, "find_prompts", interrupt)
+    monkeypatch.setattr("forerun.cli.sweep.find_prompts", interrupt)
     for argv in ((), ("--prompts", "file"), ("--prompts", "file", "--limit", "7")):
         assert run(*argv, target=False)[0] == 130
     assert asked == [

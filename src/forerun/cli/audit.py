@@ -1,29 +1,26 @@
 """`forerun audit`: is speculative text the text of plain decoding?"""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from forerun.cli.shared import options
 from forerun.cli.shared.console import collected, note, one_line, remark, stdout, table
-from forerun.cli.shared.models import Chat, Models, PolicyOptions
+from forerun.cli.shared.models import Chat, Job, Models, PolicyOptions
 from forerun.cli.shared.options import SAMPLING, SPECULATION, Fields, option
 from forerun.cli.shared.report import print_json
 from forerun.errors import ModelError, SettingError, UnknownNameError, require
-
-if TYPE_CHECKING:
-    from forerun.cli.shared.models import Job
-    from forerun.lab.bench.peers import Peer
-    from forerun.lab.bench.report import Document
-    from forerun.prompts import Prompt
+from forerun.lab import server_audit
+from forerun.lab.bench.peers import Peer, named
+from forerun.lab.bench.report import Document
+from forerun.prompts import Prompt, default_source, find_prompts, seeded
+from forerun.settings import Settings
 
 PEERS = ("transformers",)  # choices of --peer
 TRANSFORMERS = (
@@ -91,8 +88,6 @@ def audit(
         against: the server of the same model without speculation. Default: the same one, if it is
             forerun's.
     """
-    from forerun.prompts import default_source, find_prompts, seeded
-
     if peer is not None and peer not in PEERS:
         raise UnknownNameError.among("peer", peer, PEERS)
     require(batch_size >= 1, "batch size", batch_size, "≥ 1")
@@ -112,7 +107,6 @@ def audit(
         return _precisions(_in_both(models, precision), chosen, chat, settings, as_json)
 
     from forerun.lab import audit as lab
-    from forerun.settings import Settings
 
     lab.check_lossless(rule)
     common, how = {"temperature": temperature}, Settings(policies.controller, rule)
@@ -162,7 +156,6 @@ def _check_temperature(temperature: float, rule: str, greedy: str | None) -> Non
 def _peers(stack: ExitStack, job: Job, models: Models) -> list[Peer]:
     """Peers of transformers that can run; the others are named on stderr."""
     from forerun.cli.bench import start_peers
-    from forerun.lab.bench.peers import named
 
     commands = [one for name in TRANSFORMERS for one in named(name, {})]
     able, skipped = start_peers(stack, job, models, commands)
@@ -261,11 +254,10 @@ def _servers(
 ) -> None:
     """Ask a server, and another or the same without speculation; print differences or a
     document."""
-    from forerun.lab.server_audit import OpenAIServer, compare, forerun_plain
-
     key = os.environ.get(KEY)
-    server = OpenAIServer(url, key)
-    other = OpenAIServer(against, key) if against else forerun_plain(server, key)
+    server = server_audit.OpenAIServer(url, key)
+    plain = server_audit.forerun_plain
+    other = server_audit.OpenAIServer(against, key) if against else plain(server, key)
 
     def asked() -> Iterator[Any]:
         for prompt in prompts:
@@ -274,7 +266,7 @@ def _servers(
 
     pairs, interrupted = collected(asked(), "asking", len(prompts), "prompts")
     _leave(interrupted and not pairs, False)
-    compared = compare(pairs)
+    compared = server_audit.compare(pairs)
     counts = Counter(str(c.outcome) for c in compared)
     line = f"{counts['identical']:,} of {len(compared):,} identical" + "".join(
         f", {counts[name]:,} {name}" for name in ("near-tie", "other text", "fault")

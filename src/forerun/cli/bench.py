@@ -14,20 +14,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from forerun import zoo
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, status, stdout, table
 from forerun.cli.shared.models import Chat, Job, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, flag, numbers, option
 from forerun.cli.shared.report import claim, print_json
+from forerun.controllers import CONTROLLERS
 from forerun.errors import SettingError, UnknownNameError, require
+from forerun.lab.bench import bench as lab
+from forerun.lab.bench import report
+from forerun.lab.bench.methods import PLAIN, Group, Ours, groups
+from forerun.lab.bench.peers import Command, Method, Peer, named, opening
+from forerun.lab.bench.report import Cell, Change, Document
+from forerun.lab.traces.costs import CostTable
+from forerun.lab.traces.replay_report import shares
+from forerun.lab.traces.trace import Trace
+from forerun.prompts import Prompt, find_prompts, unroll
+from forerun.requests import Sampling
 
 if TYPE_CHECKING:
-    from forerun.lab.bench.bench import Results
-    from forerun.lab.bench.methods import Group
-    from forerun.lab.bench.peers import Command, Method, Peer
-    from forerun.lab.bench.report import Cell, Change, Document
     from forerun.model import Model
-    from forerun.prompts import Prompt
 
 FIXED = "fixed(5)"  # measured beside the default controller
 METHODS = "What is compared"  # panel of the help text, as the next
@@ -112,11 +119,6 @@ def bench(
     sizes = sorted(numbers("--batch", batch))
     requested = _prompts(families, prompt_file, split, prompts, max_new_tokens, models.target)
 
-    from forerun.lab.bench.bench import PAGE
-    from forerun.lab.bench.methods import groups
-    from forerun.lab.traces.costs import CostTable
-    from forerun.lab.traces.replay_report import shares
-    from forerun.lab.traces.trace import Trace
     from forerun.model import DEFAULT_CONTROLLER
 
     recorded = (Trace.read(trace), CostTable.read(costs)) if trace and costs else None
@@ -150,7 +152,7 @@ def bench(
     if as_json:
         return print_json(results.summary())
     _show(results.document, cells)
-    remark(f"report: {folder / PAGE}")
+    remark(f"report: {folder / lab.PAGE}")
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,6 @@ class Compared:
     @classmethod
     def read(cls, controllers: str, rules: str, peers: list[Command], heat: float) -> Compared:
         """From options; a wrong spec or temperature is refused before a model is loaded."""
-        from forerun.controllers import CONTROLLERS
-        from forerun.engine import Sampling
         from forerun.rules import RULES
 
         lengths, keeps = split_names(controllers, ";"), split_names(rules, ";")
@@ -185,8 +185,6 @@ class Compared:
 
     def ours(self, model: Model) -> list[Method]:
         """Plain decoding, and every controller with every rule."""
-        from forerun.lab.bench.methods import PLAIN, Ours
-
         out: list[Method] = [Ours(PLAIN, model)]
         for rule, spec in product(self.rules, self.controllers):
             name = spec if rule == "gumbel" else f"{spec} + {rule}"
@@ -202,8 +200,6 @@ def split_names(text: str, mark: str) -> list[str]:
 
 def _commands(names: str, pythons: Sequence[str], commands: Sequence[str]) -> list[Command]:
     """How the peers are started: those with a name of the repository's, and commands."""
-    from forerun.lab.bench.peers import Command, named
-
     for pair in pythons:
         if not all(pair.partition("=")):
             raise SettingError(f"--peer-python wants PEER=PATH like vllm=/path, got {pair!r}")
@@ -216,12 +212,8 @@ def _prompts(
     families: str, prompt_file: str | None, split: str, limit: int, cap: int, target: str | None
 ) -> list[Prompt]:
     """The prompts, checked before a model is loaded."""
-    from forerun.prompts import find_prompts
-    from forerun.zoo import SOURCES
-    from forerun.zoo import families as shipped
-
     own = None if prompt_file is None else find_prompts(prompt_file, split, limit, cap)
-    builtin = [SOURCES[target]] if target in SOURCES else list(shipped())
+    builtin = [zoo.SOURCES[target]] if target in zoo.SOURCES else list(zoo.families())
     present = builtin if own is None else list(dict.fromkeys(str(p.family) for p in own))
     names = present if families.strip() == "all" else split_names(families, ",")
     require(len(names) > 0, "families", families, "names with commas between, or all")
@@ -240,7 +232,6 @@ def _seeded(prompts: Sequence[Prompt], seed: int, compared: Compared) -> list[Pr
     Of a prompt's settings only two count. Where a rule tosses coins, texts go on after their end,
     so that all are of one length.
     """
-    from forerun.requests import Sampling
     from forerun.rules import RULES
 
     heat = compared.temperature
@@ -259,9 +250,7 @@ def start_peers(
     stack: ExitStack, job: Job, models: Models, commands: Sequence[Command]
 ) -> tuple[list[Peer], list[dict[str, str]]]:
     """Peers that can run here, closed with the stack, and the others with the reason."""
-    from forerun import zoo
     from forerun.drafters.model import ModelDrafter
-    from forerun.lab.bench.peers import Peer, opening
 
     small = models.draft or (str(zoo.DRAFT) if models.target is None else None)
     small = small if isinstance(job.model.drafter, ModelDrafter) else None
@@ -282,8 +271,6 @@ def start_peers(
 def _open(
     models: Models, requested: Sequence[Prompt], chat: Chat, skip_long: bool
 ) -> tuple[Job, list[Prompt]]:
-    from forerun.prompts import unroll
-
     job, chosen = models.open(requested, chat=chat, turns=True, skip_long=skip_long)
     if left := len(requested) - len(chosen):
         remark(f"left out {left} of {len(requested)} prompts: longer than the context")
@@ -300,10 +287,9 @@ def _named(model: str) -> str:
 
 def _measure(
     models: Models, job: Job, compared: Compared, work: list[Group], folder: Path, about: Document
-) -> Results:
+) -> lab.Results:
     """Measure what is not measured yet; interrupted, the report of what there is is written."""
     from forerun.drafters.model import ModelDrafter
-    from forerun.lab.bench import bench as lab
     from forerun.lab.provenance import identity, machine
 
     target, drafter = job.model.target, job.model.drafter
@@ -334,8 +320,6 @@ def _measure(
 
 
 def _show(document: Document, cells: Sequence[Cell]) -> None:
-    from forerun.lab.bench.report import ALL, show
-
     whose = {m["name"]: m.get("arithmetic") for m in document["methods"] if m["kind"] == "peer"}
     names = {"same": "same", "own": "as its users run it", None: ""}
     shown = table(
@@ -344,9 +328,9 @@ def _show(document: Document, cells: Sequence[Cell]) -> None:
         right=("batch", "speed-up over plain", "tokens/s", "identical"),
     )
     for c in cells:
-        if c["family"] == ALL:
+        if c["family"] == report.ALL:
             name, same = c["method"], c["identical"]
-            speed = "1" if name == "plain" else show(c["speedup"])
+            speed = "1" if name == "plain" else report.show(c["speedup"])
             identical = "–" if same is None else f"{same * 100:.0f} %"
             arithmetic = [names[whose.get(name)]] if whose else []
             pace = f"{c['tokens_per_second']:,.0f}"
@@ -365,10 +349,7 @@ def compare(
     Pairs the prompts and methods both have. Judged is the speed-up over plain decoding of the same
     run, so that a machine that was busier in one of them does not count.
     """
-    from forerun.lab.bench import report
-    from forerun.lab.bench.bench import load
-
-    changes = report.compare(load(before), load(after))
+    changes = report.compare(lab.load(before), lab.load(after))
     if not changes:
         raise SettingError("the two results share no prompts measured by the same method")
     if as_json:
@@ -378,24 +359,22 @@ def compare(
 
 
 def _show_changes(changes: Sequence[Change]) -> None:
-    from forerun.lab.bench.report import ALL, LEVEL, show
-
     several = len({c["batch"] for c in changes}) > 1
     right = ("time, A/B", "speed-up, B/A", "B is")
     shown = table("method", "family", *(["batch"] if several else []), right=right, no_wrap=True)
     styles = {"faster": "green", "slower": "red", "within noise": "dim"}
     for c in changes:
         size = [str(c["batch"])] if several else []
-        relative = "–" if c["speedup"] is None else show(c["speedup"])
+        relative = "–" if c["speedup"] is None else report.show(c["speedup"])
         verdict = Text(c["verdict"], styles[c["verdict"]])
-        shown.add_row(c["method"], c["family"], *size, show(c["seconds"]), relative, verdict)
+        shown.add_row(c["method"], c["family"], *size, report.show(c["seconds"]), relative, verdict)
     stdout().print(shown)
     beyond = sum(c["verdict"] != "within noise" for c in changes)
     note(
         f"\n{beyond} of {len(changes)} cells beyond noise; by chance alone up to about "
-        f"{len(changes) * LEVEL:.1f} would be",
+        f"{len(changes) * report.LEVEL:.1f} would be",
     )
-    overall = [c for c in changes if c["family"] == ALL]
+    overall = [c for c in changes if c["family"] == report.ALL]
     for c in overall:
         if c["speedup"] is None and abs(c["seconds"]["mean"] - 1) > DRIFT:
             at = f" at batch {c['batch']}" if several else ""

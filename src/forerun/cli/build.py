@@ -14,6 +14,8 @@ from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import Fields, option
 from forerun.cli.shared.report import claim
 from forerun.errors import ModelError, SettingError, require
+from forerun.prompts import find_prompts, seeded
+from forerun.settings import Settings
 
 NAMED = ("target", "trust_remote_code")
 
@@ -46,8 +48,6 @@ def write(
     claim(output)
 
     from forerun.cli.shared.written import Archive, written
-    from forerun.prompts import find_prompts, seeded
-    from forerun.settings import Settings
 
     asked = seeded(find_prompts(prompts, "val", limit, max_new_tokens, penalised=False), seed)
     how = Settings(controller="fixed(0)", draft="none")

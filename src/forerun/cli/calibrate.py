@@ -13,6 +13,8 @@ from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import MODELS, PROMPTS, VALIDATION, Fields, flag, option
 from forerun.cli.shared.report import claim, report, save_json
 from forerun.errors import require
+from forerun.prompts import default_source, find_prompts
+from forerun.settings import Settings
 
 if TYPE_CHECKING:
     from forerun.lab.calibrate import Calibration, Entropies
@@ -52,9 +54,6 @@ def easd(
         share: of the steps, how many count as the most uncertain.
         target_only: leave the draft's entropy out; for drafters without one, like lookup.
     """
-    from forerun.prompts import default_source, find_prompts
-    from forerun.settings import Settings
-
     source = default_source(data, models.target, "data")
     require(0 < share <= 1, "share", share, "in (0, 1]")
     claim(output)

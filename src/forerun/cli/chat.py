@@ -1,13 +1,11 @@
 """`forerun chat`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,12 +14,11 @@ from forerun.cli.shared.console import legend, remark, stdout
 from forerun.cli.shared.faces import Growing, play
 from forerun.cli.shared.models import Chat, Job, Models, PolicyOptions
 from forerun.cli.shared.options import SAMPLING, Fields
+from forerun.engine import Completion
 from forerun.errors import ForerunError, PromptError, SettingError
+from forerun.prompts import Prompt, Reader
 from forerun.requests import Sampling
-
-if TYPE_CHECKING:
-    from forerun.engine import Completion
-    from forerun.prompts import Prompt
+from forerun.zoo import SMOLLM2, smollm2
 
 HELP = "/system TEXT, /retry, /clear, /save FILE, /help, /quit; Ctrl-C stops an answer"
 PLAIN = 16  # tokens decoded plainly behind an answer, to tell how much faster it came
@@ -45,8 +42,6 @@ def chat(
     Takes the model's own generation settings where no option is given. Commands: /system TEXT,
     /retry, /clear, /save FILE, /help, /quit. From a pipe every line is a turn.
     """
-    from forerun.zoo import SMOLLM2, smollm2
-
     given = options.sampling(sampling)
     if models.target is None and smollm2() is not None:
         models = replace(models, target=SMOLLM2)
@@ -138,8 +133,6 @@ class Conversation:
         return [*system, *self.messages]
 
     def _answer(self) -> None:
-        from forerun.prompts import Prompt, Reader
-
         reader = Reader.of(self._job.model)
         [prompt] = reader.prepare([Prompt(list(self._opened))], self._sampling)
         face = Growing(self._job, [replace(prompt, text="")], self._rounds, explain=False)

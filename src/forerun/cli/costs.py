@@ -1,10 +1,8 @@
 """`forerun costs`: what a round costs on this machine, or on one made up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rich.text import Text
 
@@ -14,9 +12,7 @@ from forerun.cli.shared.models import Models
 from forerun.cli.shared.options import Fields, numbers, option
 from forerun.cli.shared.report import claim, report
 from forerun.errors import SettingError, require
-
-if TYPE_CHECKING:
-    from forerun.lab.traces.costs import Cell, CostTable, Spread
+from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, CostTable, Spread
 
 MEASURED = "Measured"  # panel of the help text, as the next
 SYNTHETIC = "Made up"
@@ -52,8 +48,6 @@ def costs(
         target_ms: milliseconds of a plain target pass.
         output: also save the table as JSON, for forerun replay --costs.
     """
-    from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, CostTable
-
     claim(output)
     if ratio is not None:
         if models.target is not None or models.draft is not None:

@@ -6,11 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli.shared import options
+from forerun.cli.shared import faces, options
 from forerun.cli.shared.console import remark, status
 from forerun.cli.shared.models import ChatByDefault, Models, PolicyOptions
 from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, Fields, flag, option
+from forerun.cli.shared.report import claim
 from forerun.errors import SettingError
+from forerun.prompts import Prompt, read_file, read_text
 from forerun.requests import Sampling
 
 MANY_PROMPTS = "Many prompts"
@@ -55,10 +57,6 @@ def generate(
         output: add the lines of --jsonl to a file. Prompts that it holds are left out, so the same
             command goes on after an interrupt.
     """
-    from forerun.cli.shared import faces
-    from forerun.cli.shared.report import claim
-    from forerun.prompts import Prompt, read_file, read_text
-
     if as_lines and (as_json or compare):
         raise SettingError("--jsonl writes a line per prompt; leave --json and --compare out")
     if output is not None and not as_lines:

@@ -15,6 +15,7 @@ from forerun.cli.shared.models import ALONE, Models
 from forerun.cli.shared.options import Fields, option
 from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, require
+from forerun.prompts import Prompt, read_text
 
 if TYPE_CHECKING:
     from forerun.lab.exits.layer_view import LayerView
@@ -40,8 +41,6 @@ def layers(
     Args:
         prompt: the text to continue; - reads stdin.
     """
-    from forerun.prompts import Prompt, read_text
-
     require(0 < sure <= 1, "sure", sure, "above 0 and at most 1")
     require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "≥ 1")
     if output is not None and not output.endswith(".svg"):

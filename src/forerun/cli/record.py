@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from forerun.checks import whole
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, stdout, table
-from forerun.cli.shared.models import Chat, Models
+from forerun.cli.shared.models import Chat, Job, Models
 from forerun.cli.shared.options import OUTPUT, PROMPTS, SAMPLING, Fields, option
 from forerun.cli.shared.report import claim, report
+from forerun.lab.traces.trace import Trace, families, pyarrow_modules
+from forerun.prompts import Prompt, find_prompts, is_shipped, seeded
 from forerun.requests import Sampling
+from forerun.settings import Settings
 from forerun.zoo import PENALTY
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from forerun.cli.shared.models import Job
     from forerun.lab.traces.record import RecordedPart
-    from forerun.lab.traces.trace import Trace
-    from forerun.prompts import Prompt
 
 SCHEMA = 1
 COPYING = "lookup", "suffix"  # drafters whose settings exports give to other engines
@@ -63,11 +63,6 @@ def record(
         rule: by what sampled drafts are judged: gumbel or standard.
         seed: prompt i gets the random stream S + i, counted from 0.
     """
-    from forerun.checks import whole
-    from forerun.lab.traces.trace import families, pyarrow_modules
-    from forerun.prompts import find_prompts, is_shipped, seeded
-    from forerun.settings import Settings
-
     whole("depth", depth, 1)
     whole("seed", seed)
     pyarrow_modules()

@@ -1,11 +1,9 @@
 """`forerun replay`, `ablate`: what any controller would do on a recorded trace, and how fast."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -16,11 +14,14 @@ from forerun.cli.shared.console import collected, note, progress, remark, status
 from forerun.cli.shared.options import flag, option
 from forerun.cli.shared.report import claim, print_json
 from forerun.cli.shared.report import report as deliver
+from forerun.controllers import CONTROLLERS
 from forerun.errors import SettingError, UnknownNameError
-
-if TYPE_CHECKING:
-    from forerun.lab.traces.costs import Cell
-    from forerun.lab.traces.trace import Trace
+from forerun.lab.bounds.lenient import lenient_bounds
+from forerun.lab.traces import replay_report as report
+from forerun.lab.traces.costs import Cell, CostTable
+from forerun.lab.traces.results import takes_leaves
+from forerun.lab.traces.trace import Trace
+from forerun.lab.traces.tune import tunable, without, worth
 
 
 @options.command
@@ -55,14 +56,6 @@ def replay(
             and passes that are slow at first), and compare with plain decoding under another.
         output: also save a table, a row per controller and family.
     """
-    from forerun.controllers import CONTROLLERS
-    from forerun.lab.bounds.lenient import lenient_bounds
-    from forerun.lab.traces import replay_report as report
-    from forerun.lab.traces.costs import CostTable
-    from forerun.lab.traces.results import takes_leaves
-    from forerun.lab.traces.trace import Trace
-    from forerun.lab.traces.tune import tunable
-
     whole("batch", batch, 1)
     whole("seed", seed)
     if bounds and batch > 1:
@@ -241,11 +234,6 @@ def ablate(
         controller: with all of its mechanisms, like auto.
         costs: what a round costs, as of forerun replay; repeatable, a column each.
     """
-    from forerun.controllers import CONTROLLERS
-    from forerun.lab.traces.costs import CostTable
-    from forerun.lab.traces.trace import Trace
-    from forerun.lab.traces.tune import without, worth
-
     whole("seed", seed)
     made, texts = CONTROLLERS.make(controller), Trace.read(trace)
     if not without(made):

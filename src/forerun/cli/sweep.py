@@ -10,7 +10,8 @@ from forerun.cli.shared.console import note, progress, remark, stdout, table
 from forerun.cli.shared.models import ALONE, Models
 from forerun.cli.shared.options import MODELS, OUTPUT, SAMPLING, VALIDATION, Fields, flag, option
 from forerun.cli.shared.report import claim, report
-from forerun.errors import SettingError, require
+from forerun.errors import SettingError, optional, require
+from forerun.prompts import default_source, find_prompts, is_shipped, seeded
 from forerun.registry import parse
 from forerun.requests import Sampling
 
@@ -47,8 +48,6 @@ def specbound(
             target, else, as with "", the model's own head at every layer.
         keep: also keep them beside the exit heads: specbound's defaults with these heads.
     """
-    from forerun.prompts import default_source, find_prompts, is_shipped, seeded
-
     source = default_source(prompts, models.target)
     for name, value in (("width", width), ("budget", budget), ("confirm", confirm)):
         require(value >= 1, name, value, "≥ 1")
@@ -59,7 +58,6 @@ def specbound(
     most = (OF_FAMILY if is_shipped(source) else OF_FILE) if limit is None else limit
     requested = seeded(find_prompts(source, "val", most, max_new_tokens), seed)
 
-    from forerun.errors import optional
     from forerun.lab.exits.sweep import Sweep
     from forerun.runtime.heads import keep_settings
 

@@ -1,12 +1,10 @@
 """`forerun tune`: the parameters of controllers, searched on a trace."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -18,9 +16,11 @@ from forerun.cli.shared.console import note, progress, remark, status, stdout, t
 from forerun.cli.shared.options import OUTPUT, option
 from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, UnknownNameError
-
-if TYPE_CHECKING:
-    from forerun.lab.traces.costs import Cell
+from forerun.lab.traces.costs import Cell, CostTable
+from forerun.lab.traces.exports import EXPORTS, ExportJob, write_exports
+from forerun.lab.traces.trace import Trace
+from forerun.lab.traces.tune import disjoint, halves, interval, settings_with, verdict
+from forerun.lab.traces.tune import tune as search
 
 
 @options.command
@@ -58,12 +58,6 @@ def tune(
     claim(output)
     for engine, file in exports:
         claim(file, f"--export {engine}")
-
-    from forerun.lab.traces.costs import CostTable
-    from forerun.lab.traces.exports import ExportJob, write_exports
-    from forerun.lab.traces.trace import Trace
-    from forerun.lab.traces.tune import disjoint, halves, settings_with, verdict
-    from forerun.lab.traces.tune import tune as search
 
     every = CostTable.find(costs)
     cell = every.at(batch, context)
@@ -114,8 +108,6 @@ def tune(
 
 
 def _exports(texts: Sequence[str]) -> list[tuple[str, str]]:
-    from forerun.lab.traces.exports import EXPORTS
-
     pairs = []
     for text in texts:
         engine, colon, file = text.partition(":")
@@ -128,8 +120,6 @@ def _exports(texts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _show(document: Mapping[str, Any], cell: Cell) -> None:
-    from forerun.lab.traces.tune import interval
-
     split, choice = document["split"], document["recommended"]
     note(
         f"searched on {split['searched']} prompts, judged on {split['judged']} others "
@@ -148,8 +138,6 @@ def _show(document: Mapping[str, Any], cell: Cell) -> None:
 
 def _table(label: str, rows: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]]) -> Table:
     """Speed-ups of some rows, with 95 % intervals."""
-    from forerun.lab.traces.tune import interval
-
     shown = table(label, right=("default", "tuned", "tuned/default", "tuned/fixed"))
     for name, figures in rows:
         columns = ("default", "tuned", "gain", "over_fixed")

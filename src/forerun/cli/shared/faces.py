@@ -36,13 +36,13 @@ from forerun.cli.shared.console import (
 from forerun.cli.shared.guard import fail, held
 from forerun.cli.shared.models import Job
 from forerun.cli.shared.report import SCHEMA, finite, print_json
+from forerun.engine import Completion, Event, Piece, Stats
 from forerun.errors import SettingError
+from forerun.prompts import Prompt
 from forerun.requests import Request
 
 if TYPE_CHECKING:
-    from forerun.engine import Completion, Event, Piece, Stats
     from forerun.lab.paired import PairedRuns
-    from forerun.prompts import Prompt
 
 SHOWN = 3  # failures that are told of
 HEAD = b'{"schema": 1, "index": '  # the beginning of every line of `Lines`

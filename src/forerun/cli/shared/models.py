@@ -8,17 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from forerun import zoo
 from forerun.cli.shared import options
 from forerun.cli.shared.console import remark, status
 from forerun.cli.shared.options import MODELS, PROMPTS, SPECULATION
+from forerun.controllers import CONTROLLERS, Controller
 from forerun.errors import ForerunWarning, SettingError, require
+from forerun.prompts import Prompt, Reader
+from forerun.settings import Settings, resolve
 
 if TYPE_CHECKING:
     from forerun import Model
-    from forerun.controllers import Controller
-    from forerun.prompts import Prompt, Reader
     from forerun.rules import AcceptanceRule
-    from forerun.settings import Settings
 
 ALONE = ("target", "device", "dtype", "trust_remote_code")  # options without a drafter
 
@@ -79,8 +80,6 @@ class Job:
 
     @property
     def reader(self) -> Reader:
-        from forerun.prompts import Reader
-
         return Reader.of(self.model, self.chat.wrap, self.chat.system)
 
 
@@ -103,8 +102,6 @@ class PolicyOptions:
 
     def resolve(self, draft: str | None = None) -> Settings:
         """Controller, rule and draft in force: those named, else those of the file."""
-        from forerun.settings import resolve
-
         return resolve(self.settings, controller=self.controller, rule=self.rule, draft=draft)
 
 
@@ -159,9 +156,6 @@ class Models:
         """Load the models, and prepare the prompts: before, as far as no weights are needed.
         `common` are sampling fields for all, `how` names controller, rule, and a draft where no
         option does, and `reading` is as for `Reader.prepare`."""
-        from forerun import zoo
-        from forerun.controllers import CONTROLLERS
-        from forerun.prompts import Reader
         from forerun.rules import RULES
 
         chat = chat or Chat()
@@ -192,7 +186,6 @@ class Models:
 
     def _check(self, how: Settings | None) -> tuple[Controller, AcceptanceRule]:
         """Errors that need no model are raised before one is loaded."""
-        from forerun.controllers import CONTROLLERS
         from forerun.model import DEFAULT_CONTROLLER, DEFAULT_RULE
         from forerun.rules import RULES
         from forerun.runtime.load import resolve_device, resolve_dtype
