@@ -2,8 +2,8 @@
 
 A *spec* is a registered name with optional settings. Settings are Python-like literals or specs
 themselves, so wrappers nest: ``bounded(gammatune+(eta=0.3), low=1, high=8)``. Entries are lazy;
-third parties add theirs by the entry points ``forerun.controllers``, ``forerun.rules`` and
-``forerun.drafters``.
+ours are what `methods` describes, third parties add theirs by the entry points
+``forerun.controllers``, ``forerun.rules`` and ``forerun.drafters``.
 """
 
 import importlib
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib.metadata import entry_points
+from importlib.resources import files
 from typing import Any
 
 from forerun.errors import SettingError, UnknownNameError
@@ -130,8 +131,24 @@ def _unescaped(match: re.Match[str]) -> str:
     return chr(int(code[1:], 16)) if len(code) > 1 else _CONTROLS.get(code, code)
 
 
+def described(kind: str) -> dict[str, str]:
+    """The modules of all methods of a kind, by name: of each there is a text in `methods`, and in
+    the package of the kind a module of its name, with `_` for "-" and `_plus` for "+"."""
+    texts = files("forerun").joinpath("methods", kind).iterdir()
+    names = sorted(text.name.removesuffix(".md") for text in texts)
+    return {n: f"forerun.{kind}.{n.replace('-', '_').replace('+', '_plus')}" for n in names}
+
+
+def _described(parts: Mapping[str, Any]) -> type[Any]:
+    """The one class of a module that has a summary of its own."""
+    own = [part for part in parts.values() if isinstance(part, type)]
+    [one] = [c for c in own if c.__module__ == parts["__name__"] and "summary" in vars(c)]
+    return one
+
+
 class Registry:
-    """Lazy table from names to dataclasses, e.g. all controllers."""
+    """Lazy table from names to dataclasses, e.g. all controllers. An entry is ``module:Class``, or
+    a module in which one class has a `summary`."""
 
     def __init__(
         self, kind: str, group: str, entries: Mapping[str, str], base: type[Any] | None = None
@@ -157,7 +174,8 @@ class Registry:
             raise UnknownNameError.among(self.kind, name, self.names())
         if name in self._entries:
             module, _, attribute = self._entries[name].partition(":")
-            return getattr(importlib.import_module(module), attribute)
+            parts = vars(importlib.import_module(module))
+            return parts[attribute] if attribute else _described(parts)
         assert self._plugins is not None
         return self._plugins[name].load()
 
@@ -199,8 +217,10 @@ class Registry:
 
     def text(self, part: Any) -> str:
         """The spec of an instance, with only the settings that differ from their defaults."""
+        module = type(part).__module__
         for name in self.names():
-            if self.load(name) is type(part):
+            place, _, _ = self._entries.get(name, module).partition(":")
+            if place == module and self.load(name) is type(part):
                 break
         else:
             return repr(part)

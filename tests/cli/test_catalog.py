@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.resources import files
@@ -96,6 +97,9 @@ def test_methods_are_described_in_files_and_not_in_docstrings(kind):
     prose = {path.name[:-3]: path.read_text("utf-8") for path in (METHODS / kind).iterdir()}
     parts = {c.name: c for c in cards(kind) if c.cls.__module__.startswith("forerun.")}
     assert set(prose) == set(parts)
+    sources = [s for s in (files("forerun") / kind).iterdir() if s.name.endswith(".py")]
+    summed = [s for s in sources if re.search(r"^    summary: .* = ", s.read_text("utf-8"), re.M)]
+    assert len(summed) == len([c for c in parts.values() if f".{kind}." in c.cls.__module__])
     for name, card in parts.items():
         assert prose[name].startswith("*Helps*"), name
         assert prose[name].rstrip() in card.doc, name

@@ -16,10 +16,7 @@ class NullDrafter(Drafter):
 
 @dataclass(frozen=True)
 class NoDraft(DrafterSpec):
-    """Plain decoding through the same engine: the baseline that every speed-up is measured against.
-
-    When it helps: when no draft is worth its time, and as the reference. It never hurts.
-    """
+    """Plain decoding through the same engine."""
 
     summary: ClassVar[str] = "plain decoding: the target alone, through the same engine"
 
