@@ -203,9 +203,13 @@ def model() -> Model:
 @pytest.mark.usefixtures("quick_costs")
 def test_measuring(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
+
     # A draft of n tokens takes 2 s, and 1 s each; the engine 0.5 s and 0.25 s each, or 0.25 s.
-    times = {n: [measuring.LiveRound(2.0 + n, 1.0, 0.5 + n / 4)] for n in (1, 2, 4, 8)}
-    times[0] = [measuring.LiveRound(0.0, 1.0, 0.25)]
+    def took(draft: float, other: float) -> Any:
+        return SimpleNamespace(draft_seconds=draft, verify_seconds=1.0, other_seconds=other)
+
+    times = {n: [took(2.0 + n, 0.5 + n / 4)] for n in (1, 2, 4, 8)}
+    times[0] = [took(0.0, 0.25)]
     times = dict(sorted(times.items()))
     measured = []
 
@@ -230,8 +234,8 @@ def test_measuring(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [drafted for drafted, *_ in spread.other] == [0, 1, 2, 4, 8]
     for seen, asking in measured:
         assert seen.keys() == {0, 1, 2, 4, 8}
-        assert all(r.verify > 0 for rounds in seen.values() for r in rounds)
-        assert all(r.draft > 0 for n, rounds in seen.items() if n for r in rounds)
+        assert all(r.verify_seconds > 0 for rounds in seen.values() for r in rounds)
+        assert all(r.draft_seconds > 0 for n, rounds in seen.items() if n for r in rounds)
         assert asking >= 0
     assert table.about["repeats"] == 3
     assert {"target", "draft", "cpu", "versions"} <= table.about.keys()
@@ -258,9 +262,9 @@ def test_a_round_in_which_others_read_their_prompts_is_not_timed() -> None:
     fake: Any = SimpleNamespace(generate=generate)
     live, asking = measuring._live(fake, [[1], [2]], measuring.LIVE)
     assert live.keys() == set(measuring.LIVE)
-    assert {r.verify for rounds in live.values() for r in rounds} == {1.0, 1.5}
-    assert {r.draft for r in live[2]} == {0.2}
-    assert {r.other for r in live[0]} == {0.5}
+    assert {r.verify_seconds for rounds in live.values() for r in rounds} == {1.0, 1.5}
+    assert {r.draft_seconds for r in live[2]} == {0.2}
+    assert {r.other_seconds for r in live[0]} == {0.5}
     assert asking == pytest.approx(0.03)
 
 

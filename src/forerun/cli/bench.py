@@ -36,6 +36,7 @@ from forerun.requests import Sampling
 if TYPE_CHECKING:
     from forerun.model import Model
 
+NAMED = ("target", "draft")  # without their paths on this machine
 FIXED = "fixed(5)"  # measured beside the default controller
 METHODS = "What is compared"  # panel of the help text, as the next
 ORACLE = "Share of the oracle"
@@ -131,7 +132,7 @@ def bench(
 
     job, chosen = _open(models, requested, chat, skip_long)
     settings = {
-        **{name: _named(job.about[name]) for name in ("target", "draft")},
+        **{n: Path(m).name if Path(m).is_dir() else m for n in NAMED if (m := job.about[n])},
         **compared.to_json(),
         "families": list(dict.fromkeys(prompt.family for prompt in chosen)),
         "prompts_per_family": prompts,
@@ -278,11 +279,6 @@ def _open(
         with status("answering the first turns"):
             chosen = unroll(job.model, job.reader, chosen)
     return job, chosen
-
-
-def _named(model: str) -> str:
-    """A model without its path on this machine."""
-    return Path(model).name if Path(model).is_dir() else model
 
 
 def _measure(

@@ -96,7 +96,8 @@ def _show(result: Calibration) -> None:
     if result.both is None:
         note("the draft was not read: the target alone decides, with any drafter")
     else:
-        note(f"both models above τ_H: {_percent(result.both)} of the steps")
+        share = f"{max(result.both * 100, 0.01):.2f}" if result.both else "0"
+        note(f"both models above τ_H: {share} % of the steps")
     if result.both == 0:
         note("so the penalty never fires on these prompts; a larger --share lowers τ_H")
     note(Text.assemble("\n", (f'--rule "{result.rule}"', "cyan")))
@@ -105,7 +106,3 @@ def _show(result: Calibration) -> None:
 def _cells(values: Entropies) -> list[str]:
     numbers = (values.mean, values.median, values.q95, values.q99, values.max)
     return [f"{number:.3f}" for number in numbers]
-
-
-def _percent(share: float) -> str:
-    return "0 %" if share == 0 else f"{max(share * 100, 0.01):.2f} %"

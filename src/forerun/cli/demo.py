@@ -48,7 +48,10 @@ def demo() -> None:
     chats = smollm2() is not None
     remark(Text(OF_SMOLLM2 if chats else BEFORE))
     job = Models(SMOLLM2 if chats else None, dtype=None if chats else "float32").load()
-    examples = list(_questions() if chats else _shipped())
+    examples = list(_shipped())
+    if chats:
+        how: dict[str, Any] = {"max_new_tokens": 128}
+        examples = [("", q, how, f"--target smollm2 {shlex.quote(q)}") for q in QUESTIONS]
     for number, (title, prompt, settings, command) in enumerate(examples, start=1):
         head = (f"\n{number}/{len(examples)} {title}".rstrip(), "bold")
         remark(Text.assemble(head, (f"   forerun generate {command} --compare", "dim")))
@@ -61,12 +64,6 @@ def demo() -> None:
 
 
 Example = tuple[str, str, dict[str, Any], str]  # title, prompt, settings, the command's arguments
-
-
-def _questions() -> Iterator[Example]:
-    for question in QUESTIONS:
-        command = f"--target smollm2 {shlex.quote(question)}"
-        yield "", question, {"max_new_tokens": 128}, command
 
 
 def _shipped() -> Iterator[Example]:

@@ -87,17 +87,15 @@ class Fields:
                 kind, default = kind
             if Bytes in (kind, *get_args(kind)):
                 kind = Annotated[str | None, option("SIZE", text, panel=self.panel)]
-                default = None if default is None else _sized(default)
+                if default is not None:
+                    binary = default % 2**20 == 0
+                    default = f"{default >> 20}MiB" if binary else f"{default // 10**6}MB"
                 self.sizes.add(name)
             if get_origin(kind) is not Annotated:
                 kind = _option(name, kind, words, text, self.panel)
             keyword = inspect.Parameter.KEYWORD_ONLY
             out.append(inspect.Parameter(name, keyword, default=default, annotation=kind))
         return out
-
-
-def _sized(count: int) -> str:
-    return f"{count >> 20}MiB" if count % 2**20 == 0 else f"{count // 10**6}MB"
 
 
 def _option(name: str, kind: Any, words: list[str], text: str, panel: str | None) -> Any:

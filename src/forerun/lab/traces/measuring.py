@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, product
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -70,7 +70,9 @@ def measure(
     about = {**models, "repeats": repeats, **machine(model.target)}
     done: list[tuple[Cell, Spread]] = []
     for batch, context in product(batches, contexts):
-        prompts = _prompts(min(model.target.vocab_size, drafter.rows.vocab_size), batch, context)
+        vocab = min(model.target.vocab_size, drafter.rows.vocab_size)
+        # Rows cover `context` tokens and are fed the next.
+        prompts = np.random.default_rng(0).integers(0, vocab, (batch, context + 1)).tolist()
         done.append(_cell(model, prompts, wide, repeats, lambda: progress(next(count))))
         cells, spread = zip(*done, strict=True)
         yield CostTable(cells, about, spread)
@@ -106,9 +108,11 @@ def _cell(
     live, asking = _live(
         model, prompts, sorted({*LIVE, *(n - 1 for n in levels if n <= widths[-1])})
     )
-    verify = _as_live(turns, {n + 1: [r.verify for r in rounds] for n, rounds in live.items()})
-    other = {n: [r.other for r in rounds] for n, rounds in live.items()}
-    draft = {n: [r.draft for r in rounds] for n, rounds in live.items() if n}
+    verify = _as_live(
+        turns, {n + 1: [r.verify_seconds for r in rounds] for n, rounds in live.items()}
+    )
+    other = {n: [r.other_seconds for r in rounds] for n, rounds in live.items()}
+    draft = {n: [r.draft_seconds for r in rounds] for n, rounds in live.items() if n}
     # Rounds without a draft save more than one token's work, so they are not on the line.
     medians = {n: float(np.median(times)) for n, times in other.items()}
     fixed = medians.pop(0)
@@ -125,13 +129,6 @@ def _cell(
         work,
         tuple((n, float(np.median(times)), *_range(times)) for n, times in other.items()),
     )
-
-
-def _prompts(vocab: int, batch: int, context: int) -> list[list[int]]:
-    """`batch` prompts whose rows cover `context` tokens and are fed the next."""
-    random = np.random.default_rng(0)
-    prompts: list[list[int]] = random.integers(0, vocab, (batch, context + 1)).tolist()
-    return prompts
 
 
 def _passes(
@@ -213,32 +210,24 @@ def _as_live(
     }
 
 
-class LiveRound(NamedTuple):
-    """Seconds of a live round in which every row drafts as many tokens."""
-
-    draft: float
-    verify: float
-    other: float  # outside both models
-
-
-def _shared(drafted: int, done: Sequence[Completion]) -> Iterator[LiveRound]:
-    """The rounds of texts that were written together in which all drafted so many tokens."""
+def _shared(drafted: int, done: Sequence[Completion]) -> Iterator[Round]:
+    """The rounds, once each, of texts written together in which all drafted so many tokens."""
     # Rows that share a round report one clock; where some are missing prompts were read.
     shared: dict[tuple[float, float], list[Round]] = {}
     for seen in chain.from_iterable(c.rounds for c in done):
         shared.setdefault((seen.draft_seconds, seen.verify_seconds), []).append(seen)
-    for (drafting, verifying), rounds in shared.items():
+    for rounds in shared.values():
         every = len(rounds) == len(done) and all(r.drafted == drafted for r in rounds)
-        if every and verifying:
-            yield LiveRound(drafting, verifying, rounds[0].other_seconds)
+        if every and rounds[0].verify_seconds:
+            yield rounds[0]
 
 
 def _live(
     model: Model, prompts: Texts, lengths: Sequence[int]
-) -> tuple[dict[int, list[LiveRound]], float]:
+) -> tuple[dict[int, list[Round]], float]:
     """Live rounds by tokens drafted, and what each of these takes more if a controller is asked."""
-    live: dict[int, list[LiveRound]] = {n: [] for n in lengths}
-    longest, asked = max(lengths), list[LiveRound]()
+    live: dict[int, list[Round]] = {n: [] for n in lengths}
+    longest, asked = max(lengths), list[Round]()
     for turn in range(LIVE_TURNS):
         for n, rounds in live.items():
             done = _written(model, f"fixed({n})", prompts, plain=n == 0)
@@ -249,9 +238,9 @@ def _live(
     return {n: rounds for n, rounds in live.items() if rounds}, max(more / longest, 0.0)
 
 
-def _outside(rounds: Sequence[LiveRound]) -> float:
+def _outside(rounds: Sequence[Round]) -> float:
     """The median outside the target; 0 if there was no such round."""
-    return float(np.median([r.draft + r.other for r in rounds] or [0.0]))
+    return float(np.median([r.draft_seconds + r.other_seconds for r in rounds] or [0.0]))
 
 
 def _written(

@@ -151,10 +151,13 @@ def finish(
     """One trace of all parts (at least one), with its provenance and further `settings` in it."""
     trace = concatenate([part.trace for part in done])
     plain, total = sum(p.plain_seconds for p in done), sum(p.seconds for p in done)
+    drafter: dict[str, Any] = {"name": type(model.drafter).__name__, "sha256": None, "hashed": None}
+    if isinstance(model.drafter, ModelDrafter):
+        drafter = identity(model.drafter.rows)
     about = {
         **settings,
         "target": identity(model.target),
-        "draft": _drafter(model),
+        "draft": drafter,
         "blind": model.drafter.blind,
         "trees": model.target.executor.trees,
         "sampling": _sampling(tasks),
@@ -188,14 +191,6 @@ def _sampling(tasks: Sequence[Task]) -> dict[str, Any]:
         else:
             out[f.name] = f"{values[0]} … {values[-1]}"
     return out
-
-
-def _drafter(model: Model) -> dict[str, Any]:
-    """Who drafts: the model, or the kind of drafter."""
-    drafter = model.drafter
-    if isinstance(drafter, ModelDrafter):
-        return identity(drafter.rows)
-    return {"name": type(drafter).__name__, "sha256": None, "hashed": None}
 
 
 def _budget(model: Model, task: Task) -> int:
