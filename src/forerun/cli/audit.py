@@ -244,7 +244,7 @@ def _precisions(
         stdout().print(shown)
         note(
             f"\n{result['texts_differ']} of {result['texts']} texts differ; another token is best "
-            f"at {result['positions_differ']:,} of {result['positions']:,} positions",
+            f"at {result['positions_differ']:,} of {result['positions']:,} positions"
         )
     _leave(interrupted, False)
 

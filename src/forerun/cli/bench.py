@@ -368,7 +368,7 @@ def _show_changes(changes: Sequence[Change]) -> None:
     beyond = sum(c["verdict"] != "within noise" for c in changes)
     note(
         f"\n{beyond} of {len(changes)} cells beyond noise; by chance alone up to about "
-        f"{len(changes) * report.LEVEL:.1f} would be",
+        f"{len(changes) * report.LEVEL:.1f} would be"
     )
     overall = [c for c in changes if c["family"] == report.ALL]
     for c in overall:
@@ -376,7 +376,7 @@ def _show_changes(changes: Sequence[Change]) -> None:
             at = f" at batch {c['batch']}" if several else ""
             note(
                 f"plain decoding itself took {1 / c['seconds']['mean']:.2f} times as long in B{at}"
-                ": the machine was in another state, measure again before you trust small changes",
+                ": the machine was in another state, measure again before you trust small changes"
             )
     for c in overall:
         if c["same_text"] < 1:

@@ -133,5 +133,5 @@ def _show(document: dict[str, Any]) -> None:
     spent = about["seconds"]
     note(
         f"\n{spent['total']:.1f} s, of which writing the texts took {spent['plain']:.1f} s: "
-        f"{spent['ratio']:.2f} times plain generation",
+        f"{spent['ratio']:.2f} times plain generation"
     )

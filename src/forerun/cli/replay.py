@@ -157,11 +157,7 @@ def _of(trace: Trace, families: Sequence[str]) -> Trace:
 
 
 def _show(
-    document: Mapping[str, Any],
-    specs: Sequence[str],
-    trace: Trace,
-    cell: Cell,
-    synthetic: bool,
+    document: Mapping[str, Any], specs: Sequence[str], trace: Trace, cell: Cell, synthetic: bool
 ) -> None:
     """The results, the fastest first, each under its spec as it was given."""
     pairs = zip(specs, document["controllers"], strict=False)  # interrupted, there are fewer
@@ -202,7 +198,7 @@ def _show(
     if capped := [spec for spec, one in results if one["families"]["all"]["capped"]]:
         note(
             f"not exact for {', '.join(capped)}: drafts of more than the trace's {trace.depth} "
-            "tokens were cut; record with a larger --depth",
+            "tokens were cut; record with a larger --depth"
         )
     if lenient := document.get("lenient_bound"):
         note("\nlength and leniency chosen together, all ratios known")

@@ -76,7 +76,7 @@ def _announce(url: str, server: Server, config: Config, about: dict[str, Any]) -
         clean(
             f"draft {about['draft']}, controller {about['controller']}, rule {about['rule']} · "
             f"{config.max_rows} rows, {config.queue} may wait, {planner.limit} tokens of context"
-        ),
+        )
     )
     defaults = ", ".join(f"{name} {value:g}" for name, value in planner.defaults.items())
     most = server.memory.bytes([planner.limit] * config.max_rows)

@@ -93,7 +93,7 @@ def _show(document: dict[str, Any]) -> None:
     about, live = document["about"], {one["draft"]: one for one in document["confirmed"]}
     note(
         f"{about['prompts_used']:,} texts, {document['tried']:,} settings, "
-        f"{document['positions']:,} positions\n",
+        f"{document['positions']:,} positions\n"
     )
     right = ("threshold", "anneal", "width", "bonus", "predicted", "live", "95 % interval")
     shown = table("layers", right=right)

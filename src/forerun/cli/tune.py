@@ -123,7 +123,7 @@ def _show(document: Mapping[str, Any], cell: Cell) -> None:
     split, choice = document["split"], document["recommended"]
     note(
         f"searched on {split['searched']} prompts, judged on {split['judged']} others "
-        f"({split['how']}); cost ratio {cell.ratio:.3g}, batch {cell.batch}\n",
+        f"({split['how']}); cost ratio {cell.ratio:.3g}, batch {cell.batch}\n"
     )
     order = sorted(document["controllers"], key=lambda one: -one["after"])
     stdout().print(_table("controller", [(one["name"], one["test"]) for one in order]))

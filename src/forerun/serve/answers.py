@@ -40,11 +40,7 @@ class Answer:
     """Builds the answer to one plan, by a model of this name; `read` is what it said of prompts."""
 
     def __init__(
-        self,
-        plan: AnswerPlan,
-        model: str,
-        texts: Texts,
-        read: Sequence[Sequence[Logprob]] = (),
+        self, plan: AnswerPlan, model: str, texts: Texts, read: Sequence[Sequence[Logprob]] = ()
     ) -> None:
         self._plan, self._texts, self._read = plan, texts, read
         # By number, tokens of the same text do not collide.

@@ -11,13 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.lab.traces.trace import (
-    Trace,
-    compared,
-    concatenate,
-    pyarrow_modules,
-    text_trace,
-)
+from forerun.lab.traces.trace import Trace, compared, concatenate, pyarrow_modules, text_trace
 from forerun.types import Stop
 
 PAUSE = 10.0
