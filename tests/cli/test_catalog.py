@@ -14,8 +14,7 @@ from typer.main import get_command
 
 from forerun import __version__
 from forerun.cli import COMMANDS, app
-from forerun.cli.parts import KINDS, card_lines, cards
-from forerun.cli.zoo import MOVED
+from forerun.cli.parts import KINDS, MOVED, card_lines, cards
 from forerun.model import DEFAULT_RULE, Model
 
 METHODS = files("forerun") / "methods"
@@ -170,5 +169,5 @@ def test_commands_of_the_recipe_name_their_new_place(forerun):
 
 
 def test_model_card(forerun, monkeypatch):
-    monkeypatch.setattr(sys.modules["forerun.cli.zoo"], "model_card", lambda: "# The pair\n")
+    monkeypatch.setattr(sys.modules["forerun.cli.parts"], "model_card", lambda: "# The pair\n")
     assert forerun("zoo", "card").out == "# The pair\n"

@@ -24,7 +24,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "list": ("parts:show", "List what is available, one line each."),
         "info": ("parts:info", "Show the full card of a part."),
         "cite": ("parts:cite", "Print BibTeX of the papers behind parts."),
-        "zoo": ("zoo:app", "The models that ship: the model card."),
+        "zoo": ("parts:app", "The models that ship: the model card."),
     },
     "Lab": {
         "record": ("record:record", "Write down what the drafter proposes at every position."),

@@ -1,4 +1,4 @@
-"""`forerun list`, `info` and `cite`: what is available, and of whom."""
+"""`forerun list`, `info`, `cite` and `zoo`: what is available, and of whom."""
 
 import inspect
 import re
@@ -19,7 +19,14 @@ from forerun.cli.shared import options
 from forerun.cli.shared.console import stdout, table
 from forerun.errors import SettingError, UnknownNameError
 from forerun.registry import Registry, Spec, parse
+from forerun.zoo import card as model_card
 
+app = options.group("The models that ship: the model card.")
+MOVED = (
+    "train", "translator", "pairs", "bleu", "finish", "average", "distill", "curves", "evaluate",
+    "prompts",
+)  # fmt: skip
+"""Commands of the recipe, which is in the repository and not in the package."""
 KINDS = ("controllers", "rules", "drafters")
 BIBTEX: dict[str, str] = {
     match[2]: match[0]
@@ -293,3 +300,21 @@ def cite(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -> None
             entries |= {f"@{entry}": None for entry in single if entry}  # a shared one once
     if entries:
         typer.echo("\n\n".join(entries))
+
+
+@app.command("card")
+def model() -> None:
+    """Print the model card: data, licences, losses, metrics, samples."""
+    typer.echo(model_card().rstrip("\n"))
+
+
+def _moved(context: typer.Context) -> None:
+    name = context.info_name
+    raise SettingError(
+        f"`zoo {name}` is `python -m recipes {name}` now, from the root of forerun's repository"
+    )
+
+
+for _name in MOVED:
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(_name, hidden=True, context_settings=anything)(_moved)
