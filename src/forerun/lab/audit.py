@@ -275,11 +275,6 @@ def audit(
     Raises:
         SettingError: a lossy rule, no seed, or a setting that a peer does not know.
         PromptError: no prompts.
-
-    >>> import forerun
-    >>> model = forerun.load()
-    >>> [c.kind.value for c in audit(model, [model.encode("Once upon a time")])]
-    ['identical']
     """
     keep = RULES.make(rule)
     check_lossless(keep)

@@ -104,11 +104,6 @@ def easd(
         PromptError: no prompts, or one that is empty or does not fit.
         SettingError: a drafter that is no draft model, or a share out of range.
 
-    >>> import forerun
-    >>> found = easd(forerun.load(), ["Once upon a time"], sampling=Sampling(max_new_tokens=20))
-    >>> found.target.steps, found.top
-    (20, 1)
-
     Reference: Su et al. 2025 (EASD), §3.6.
     """
     drafter = _drafter(model, target_only)
@@ -151,11 +146,7 @@ def _drafter(model: Model, target_only: bool) -> ModelDrafter | None:
 
 
 def top_mean(values: Sequence[float], share: float) -> tuple[float, int]:
-    """Mean of the highest ⌈share · n⌉ of n ≥ 1 values, and how many those are.
-
-    >>> top_mean([1.0, 4.0, 2.0, 3.0], 0.3)
-    (3.5, 2)
-    """
+    """Mean of the highest ⌈share · n⌉ of n ≥ 1 values, and how many those are."""
     # As written: 0.07 · 100 is 7, although the float product exceeds it.
     count = math.ceil(Fraction(str(share)) * len(values))
     return math.fsum(sorted(values)[-count:]) / count, count

@@ -75,15 +75,7 @@ def record(
     rule: str | AcceptanceRule = "gumbel",
     progress: Callable[[int], None] | None = None,
 ) -> Trace:
-    """Record every prompt. Arguments and errors as for `parts`; `progress` gets the prompts done.
-
-    >>> import forerun
-    >>> model = forerun.load()
-    >>> task = Task("any", "1", model.encode("Once upon a time"), Sampling(max_new_tokens=6))
-    >>> trace = record(model, [task], depth=4)
-    >>> trace.draft_tokens.shape, trace.sizes
-    ((1, 6, 4), array([6]))
-    """
+    """Record every prompt, as `parts` does; `progress` gets the number of prompts done."""
     done: list[RecordedPart] = []
     for part in parts(model, tasks, depth=depth, batch_size=batch_size, rule=rule):
         done.append(part)

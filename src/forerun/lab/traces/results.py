@@ -113,12 +113,8 @@ def mean_speed(ratios: ArrayLike) -> float:
 
 
 def geometric(ratios: ArrayLike, seed: int = 0) -> dict[str, float]:
-    """Geometric mean of `(n,)` paired ratios, n ≥ 1, with a 95 % bootstrap interval over prompts.
-
-    >>> cell = geometric([1.0, 2.0, 4.0])
-    >>> round(cell["mean"], 12), cell["n"]
-    (2.0, 3)
-    """
+    """Geometric mean of `(n,)` paired ratios, n ≥ 1, with a 95 % bootstrap interval over prompts:
+    `mean`, `low`, `high` and `n`."""
     logs = np.log(np.asarray(ratios, dtype=float))
     low, high = np.quantile(logs[draws(len(logs), seed)].mean(1), [0.025, 0.975])
     mean, low, high = (float(np.exp(value)) for value in (logs.mean(), low, high))
@@ -126,11 +122,7 @@ def geometric(ratios: ArrayLike, seed: int = 0) -> dict[str, float]:
 
 
 def rate(tokens: ArrayLike, seconds: ArrayLike, seed: int = 0) -> dict[str, float]:
-    """All tokens over all seconds, both `(n,)`, with a 95 % bootstrap interval over prompts.
-
-    >>> rate([10, 20], [1.0, 2.0])["mean"]
-    10.0
-    """
+    """All tokens over all seconds, both `(n,)`, with an interval as of `geometric`."""
     top, bottom = np.asarray(tokens, dtype=float), np.asarray(seconds, dtype=float)
     index = draws(len(top), seed)
     low, high = np.quantile(top[index].sum(1) / bottom[index].sum(1), [0.025, 0.975])
