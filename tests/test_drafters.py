@@ -253,6 +253,7 @@ class Greedy:
     """The least a guide does: the arg-max, until the limit."""
 
     greedy: frozenset[str] | None = None
+    trees: tuple[int, ...] = ()
     clock = staticmethod(time.perf_counter)
 
     def choose(self, step: Any, texts: Any, active: Any, proposal: Proposal) -> list[int]:

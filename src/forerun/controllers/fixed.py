@@ -14,6 +14,8 @@ class FixedLength(LengthPolicy):
     Args:
         length: γ, tokens per round, ≥ 0. The default 5 is ours, inside the 4–10 range usual in
             the literature; a report should compare with the *best* length for its workload.
+        tree: most nodes of a tree per round, the γ drafted ones among them, ≥ 0 (0: drafts are
+            chains), of drafters that can be run along branches: a draft model and heads.
 
     Reference: Leviathan et al. 2023; Chen et al. 2023.
 
@@ -23,6 +25,7 @@ class FixedLength(LengthPolicy):
     """
 
     length: Whole = 5
+    tree: Whole = 0
 
     summary: ClassVar[str] = "the same speculation length every round"
     paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from forerun.drafters.trees import Tree
     from forerun.runtime.base import Best, Rows
 
 Texts = Sequence[list[int] | None]
@@ -39,9 +40,12 @@ class Proposal:
     probs: Array | None = None
     """`(rows, steps, V)` processed probabilities the tokens were drawn with, until the next round;
     None where all tokens were certain."""
-    leaves: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Rows of whose draft second choices are judged, too: `(place, token)` of each, beside the
-    drafted token at that place."""
+    nodes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Rows in which more is judged than a chain: `(place, token)` of each node beside it, which
+    follows that many of the drafted tokens; where place exceeds their number, by n, it follows the
+    n-th of these nodes, an earlier one."""
+    trees: dict[int, Tree] = field(default_factory=dict)
+    """By row what the drafter would have judged beside its draft."""
     raw: list[Any] = field(default_factory=list)
     """Per step `(rows, V)` the draft's logits at temperature 1, a tensor or an array, where rules
     read more than `probs`; until the next round."""
@@ -63,7 +67,7 @@ class Proposal:
     @property
     def widths(self) -> list[int]:
         """Tokens of each row that the target judges."""
-        return [len(own) + len(self.leaves.get(i, ())) for i, own in enumerate(self.tokens)]
+        return [len(own) + len(self.nodes.get(i, ())) for i, own in enumerate(self.tokens)]
 
     @classmethod
     def none(cls, rows: int) -> Proposal:
@@ -115,6 +119,16 @@ class StepContext(Protocol):
     """Seconds, as the engine takes them."""
     greedy: frozenset[str] | None
     """If `Step.best` is enough: the fields of `Signals` wanted with it. Else None."""
+    trees: Sequence[int]
+    """Per row the most nodes of a tree to draft, its draft among them; 0: a chain. Empty if all
+    are chains."""
+
+    def likeliest(
+        self, logits: torch.Tensor, paths: Sequence[Sequence[Sequence[int]]], count: int
+    ) -> tuple[list[list[list[float]]], list[list[list[int]]]]:
+        """`[row][column]` the chances and ids of the `count` tokens that are likeliest by `(rows,
+        n, V)` raw logits, under each row's settings; `paths` are the drafted tokens that columns
+        follow."""
 
     def choose(
         self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal

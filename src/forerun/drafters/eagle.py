@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from forerun.drafters.base import (
     TrainedDraft,
 )
 from forerun.drafters.memory import fingerprint as tokens_of
-from forerun.drafters.stepping import step_by_step
+from forerun.drafters.stepping import branching
 from forerun.errors import SettingError
 from forerun.runtime import gguf
 from forerun.runtime.base import CHUNK, LOGITS, Best, Facts, Rows
@@ -28,6 +28,7 @@ from forerun.runtime.eagle import KIND, EagleHead, HeadExecutor, StateReader, lo
 from forerun.runtime.states import States
 from forerun.runtime.support import check_decoder_only
 
+NO_PLACES: Mapping[int, Sequence[int]] = {}
 HEADS = Path(__file__).parent / "heads"
 """Heads that ship, by the hashes of tokenizer and target."""
 
@@ -63,7 +64,8 @@ class EagleDrafter(RowsDrafter):
         self.ahead = rows.executor.ahead
         self._outputs: Any = rows.executor.states
         self._newest: dict[int, torch.Tensor] = {}
-        """Rows under way in this round, and the head's output `(1, D)` of each one's last token."""
+        """Rows under way in this round, and the head's output `(1, D)` of each one's last token; of
+        a tree those of all its last pass."""
         self._true: dict[int, int] = {}
         """Rows whose newest tokens were read without the target's states, and how many with."""
         self._left_out: list[int] = []
@@ -103,7 +105,7 @@ class EagleDrafter(RowsDrafter):
         began = guide.clock()
         self._restore()
         self._read(texts, leave=CHUNK)
-        return step_by_step(self, texts, most, guide, began)
+        return branching(self, texts, most, guide, began)
 
     def _read(self, texts: Texts, leave: int) -> None:
         """As if a text began where it is read from, which is where there are states."""
@@ -153,26 +155,49 @@ class EagleDrafter(RowsDrafter):
                 self._newest[row] = self._outputs.read(row, n - 1, n)
         return step
 
+    def branch(
+        self, texts: Texts, wanted: Sequence[int], parents: Sequence[Sequence[int]],
+        places: Mapping[int, Sequence[int]],
+    ) -> torch.Tensor:  # fmt: skip
+        pieces = self._pieces(texts)
+        for row in self._newest.keys() - places.keys():
+            self._true.setdefault(row, self.rows.lengths[row])
+        self._give(pieces, places)
+        logits = self.rows.feed(pieces, wanted, parents)
+        for row, n in enumerate(self.rows.lengths):
+            if pieces[row]:
+                first = n - len(pieces[row]) if row in places else n - 1
+                self._newest[row] = self._outputs.read(row, first, n)
+        return spread(logits, self._tokens, self.target.vocab_size)
+
     def _pieces(self, texts: Texts) -> list[list[int]]:
         begun = [t and t[n:] for t, n in zip(texts, self.rows.begins, strict=True)]
         return [[self._cut[i] for i in piece] for piece in super()._pieces(begun)]
 
-    def _give(self, pieces: Sequence[Sequence[int]]) -> None:
-        """What the head reads beside these tokens, of the token before each."""
+    def _give(
+        self, pieces: Sequence[Sequence[int]], places: Mapping[int, Sequence[int]] = NO_PLACES
+    ) -> None:
+        """What the head reads beside these tokens, of the token before each; of a text's last token
+        and nodes behind it, by `places` in the pass before."""
         out = []
         for row, (n, piece) in enumerate(zip(self.rows.lengths, pieces, strict=True)):
             if not piece:
                 continue
-            if (own := self._newest.get(row)) is not None:
+            own, nodes = self._newest.get(row), places.get(row, ())
+            if own is not None and not nodes:
                 out.append(own)
                 continue
-            begin = self.rows.begins[row]
-            states = self._states.read(row, begin + max(n - 1, 0), begin + n + len(piece) - 1)
+            begin, end = self.rows.begins[row], n + len(piece) - 1 - len(nodes)
+            states = self._states.read(row, begin + max(n - 1, 0), begin + end)
             if isinstance(self._executor, HeadExecutor):  # others' passes project them
                 states = self._head.fused(states.to(self.rows.device), len(self._states.depths))
             # The first token has none before it, and what was copied into a row has none.
-            if lacking := len(piece) - len(states):
+            if lacking := len(piece) - len(nodes) - len(states):
                 states = torch.nn.functional.pad(states, (0, 0, lacking, 0))
+            if own is not None:
+                wider = own.shape[1] - states.shape[1]
+                states = torch.nn.functional.pad(states, (0, wider)).to(own.device)
+                states = torch.cat([states, own[list(nodes)]])
             out.append(states)
         self._executor.given = out
 

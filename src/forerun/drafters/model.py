@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ from forerun.drafters.base import (
     StepContext,
     Texts,
 )
-from forerun.drafters.stepping import step_by_step
+from forerun.drafters.stepping import branching
 from forerun.errors import ForerunWarning, ModelError, require
 from forerun.runtime.base import CHUNK, Executor, Rows
 from forerun.runtime.load import load_tokenizer
@@ -58,7 +58,7 @@ class ModelDrafter(RowsDrafter):
         """Catch up with each text, then draft token by token."""
         began = guide.clock()
         self._read(texts, leave=CHUNK)
-        return step_by_step(self, texts, most, guide, began)
+        return branching(self, texts, most, guide, began)
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         """Feed what each row's cache lacks; what comes next."""
@@ -67,6 +67,12 @@ class ModelDrafter(RowsDrafter):
         if greedy is not None and self.rows.vocab_size == self._vocab:
             return Step(best=self.rows.best(pieces, wanted, greedy))
         return Step(fitted(self.rows.feed(pieces, wanted)[:, 0], self._vocab))
+
+    def branch(
+        self, texts: Texts, wanted: Sequence[int], parents: Sequence[Sequence[int]],
+        places: Mapping[int, Sequence[int]],
+    ) -> torch.Tensor:  # fmt: skip
+        return fitted(self.rows.feed(self._pieces(texts), wanted, parents), self._vocab)
 
     def _pieces(self, texts: Texts) -> list[list[int]]:
         pieces, known = super()._pieces(texts), self.rows.vocab_size

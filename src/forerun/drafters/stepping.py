@@ -1,14 +1,19 @@
-"""The autoregressive loop: a token at a time, until every row has stopped."""
+"""The autoregressive loop: a token at a time, until every row has stopped; along branches, too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from forerun.drafters.base import Proposal, Step, StepContext, Texts
+from forerun.drafters.trees import Tree
 
 if TYPE_CHECKING:
     import torch
+
+    from forerun.runtime.base import Rows
+
+CHILDREN = 8  # most of a node of a tree
 
 
 class Stepper(Protocol):
@@ -59,4 +64,68 @@ def step_by_step(
         if going != active:
             ahead = [text if row in going else None for row, text in enumerate(ahead)]
         active = going
+    return out
+
+
+class Brancher(Stepper, Protocol):
+    """A drafter that can be run along branches, if its executor can."""
+
+    rows: Rows
+
+    def branch(
+        self, texts: Texts, wanted: Sequence[int], parents: Sequence[Sequence[int]],
+        places: Mapping[int, Sequence[int]],
+    ) -> torch.Tensor:  # fmt: skip
+        """`(rows, n, V)` logits behind the last `wanted` tokens of each row's text, n the most of
+        them. What of a text is not read is a tree by `parents`, as of `Executor.run`; `places` are
+        of rows with nodes, as of `Tree.places`."""
+
+    def rollback(self, row: int, length: int) -> None:
+        """As of `Drafter`."""
+
+
+class Branching:
+    """Steps along a draft and, in the same passes, along what is nearly as likely. A pass is fed
+    all of a tree behind the text's last token, as far as its children are wanted or known."""
+
+    def __init__(self, drafter: Brancher, texts: Texts, guide: StepContext) -> None:
+        self._drafter, self._guide = drafter, guide
+        self._begins = [len(text or ()) for text in texts]
+        pairs = zip(guide.trees, texts, strict=True)
+        self.trees = {row: Tree(n) for row, (n, text) in enumerate(pairs) if n and text is not None}
+
+    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        fed, wanted = list(texts), [int(text is not None) for text in texts]
+        parents: list[list[int]] = [[] for _ in texts]
+        paths = [[text[n:]] if text else [[]] for n, text in zip(self._begins, texts, strict=True)]
+        grown = {row: tree for row, tree in self.trees.items() if texts[row] is not None}
+        places = {}
+        for row, tree in grown.items():
+            begin, text = self._begins[row], texts[row]
+            assert text is not None
+            if len(text) > begin:
+                tree.follow(text[-1])
+                fed[row] = [*text[:begin], *tree.tokens]
+                parents[row] = [-1, *(parent + 1 for parent in tree.parents)]
+                paths[row] = [tree.path(n) for n in range(tree.known, len(tree.tokens))]
+                wanted[row], places[row] = len(paths[row]), tree.places
+        logits = self._drafter.branch(fed, wanted, parents, places)
+        columns = [0] * len(texts)
+        chances, tokens = self._guide.likeliest(logits, paths, CHILDREN)
+        for row, tree in grown.items():
+            columns[row] = tree.column
+            tree.grow(chances[row][: wanted[row]], tokens[row][: wanted[row]])
+            self._drafter.rollback(row, self._begins[row] - 1)
+        return Step(logits[range(len(columns)), columns])
+
+
+def branching(
+    drafter: Brancher, texts: Texts, most: Sequence[int], guide: StepContext, since: float
+) -> Proposal:
+    """`step_by_step`, with trees in the rows for which the guide wants some."""
+    if not (any(guide.trees) and drafter.rows.executor.trees):
+        return step_by_step(drafter, texts, most, guide, since)
+    stepper = Branching(drafter, texts, guide)
+    out = step_by_step(stepper, texts, most, guide, since)
+    out.trees = stepper.trees
     return out

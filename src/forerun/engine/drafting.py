@@ -90,12 +90,15 @@ class RoundContext:
         self._foreseen = NOTHING
         self.certain = sampler.all_certain  # whether every token is the arg-max of something
         self._asks = lengths.stops_early  # whether policies are shown what is drafted
-        self._leafy = [trees and "second" in lengths.signals and takes_leaves(row) for row in rows]
+        takes = [trees and takes_leaves(row) for row in rows]
+        self._leafy = [own and "second" in lengths.signals for own in takes]
+        self._grows = [own and row.certain for own, row in zip(takes, rows, strict=True)]
+        self._limit = 0
 
     def begin(self, ready: Sequence[bool], drafter: Drafter) -> list[int]:
         """Begin a round: per row the most tokens that the drafter may add."""
         self._foreseen = Foreseen.of(self._rows, ready) if self._foresees else NOTHING
-        pairs = zip(self._rows, ready, strict=True)
+        self._limit, pairs = drafter.limit, zip(self._rows, ready, strict=True)
         rooms = [row.room(drafter.limit) if on else 0 for row, on in pairs]
         return self._foreseen.rooms(rooms, drafter) if self._foresees else rooms
 
@@ -105,6 +108,31 @@ class RoundContext:
         for i, tokens in self._foreseen.forced.items():
             texts[i] = texts[i] and [*self._rows[i].context, *tokens]
         return texts
+
+    @property
+    def trees(self) -> list[int]:
+        """As far as draft and target have room, one node more for a draft of other tokens."""
+        if not any(self._grows):
+            return []
+        wanted = zip(self._rows, self._grows, self._lengths.trees(), strict=True)
+        return [
+            max(min(most, min(row.limit, self._limit) - len(row.context) - 1), 0) if on else 0
+            for row, on, most in wanted
+        ]
+
+    def likeliest(
+        self, logits: torch.Tensor, paths: Sequence[Sequence[Sequence[int]]], count: int
+    ) -> tuple[list[list[list[float]]], list[list[list[int]]]]:
+        if not self._sampler.trivial:
+            columns = [[own[min(n, len(own) - 1)] for own in paths] for n in range(logits.shape[1])]
+            shaped = [
+                self._sampler.shape(logits[:, [n]], self._rows, drafted, None)
+                for n, drafted in enumerate(columns)
+            ]
+            logits = torch.cat(shaped, 1)
+        best = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        chances = (best.values.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
+        return chances.tolist(), best.indices.tolist()
 
     def choose(
         self, step: Step, texts: Texts, active: Sequence[int], proposal: Proposal
@@ -241,7 +269,7 @@ class RoundContext:
             self._foreseen.prepend(proposal)
         if self._constrained:
             self._cut_disallowed(proposal)
-        if any(self._leafy):
+        if proposal.trees or any(self._leafy):
             grow(proposal, self._rows, self._leafy, self._lengths)
 
     def _stop(self, i: int, limit: int, why: Stop, proposal: Proposal) -> None:

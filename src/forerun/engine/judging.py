@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -37,14 +37,14 @@ class RowVerdict:
     drift: list[float] | None = None  # per drafted token under a lossy rule; see `Verdict.drift`
     error: Exception | None = None  # why there is no token to follow
     probs: Array | None = None
-    """`(V,)` what `following` was drawn from, in a row with leaves; None if it was certain."""
-    leaf: int | None = None
-    """Which of the row's leaves is kept behind the accepted tokens; `following` follows it."""
+    """`(V,)` what `following` was drawn from, in a row with nodes; None if it was certain."""
+    path: list[int] = field(default_factory=list)
+    """Which of the row's nodes are kept behind the accepted tokens; `following` follows them."""
 
     @property
     def committed(self) -> int:
         """Tokens it adds to the text, unless that ends before."""
-        return self.accepted + (self.leaf is not None) + (self.following is not None)
+        return self.accepted + len(self.path) + (self.following is not None)
 
 
 Judgements = dict[int, RowVerdict | Exception]
@@ -173,7 +173,7 @@ def _per_row(
         n, kept = len(proposal.tokens[row]), accepted[i]
         lost = None if drift is None or rows[row].request.rule.lossless else drift[i][:n]
         out[row] = RowVerdict(kept, following[i], probs[i][:n], lost)
-        if row in proposal.leaves and verdict.next_probs is not None:
+        if row in proposal.nodes and verdict.next_probs is not None:
             out[row].probs = verdict.next_probs[i]
         if kept == wanted[row]:
             out[row].following = None

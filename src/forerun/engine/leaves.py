@@ -1,10 +1,12 @@
-"""Leaves: second choices of the draft, judged in the target's pass beside its tokens.
+"""Nodes: what else a draft might have said, judged in the target's pass beside its tokens.
 
-A leaf at place n follows the first n drafted tokens, like the drafted token there. Where that is
-rejected and the leaf comes instead, the round commits the target's own token behind it, too.
+A node at place n follows the first n drafted tokens, like the drafted token there, or another node.
+Where the drafted token is rejected and the node comes instead, the round commits the target's own
+token behind it, too, or goes on along a node that is that. Second choices, *leaves*, have no nodes
+behind them; those of a tree were drafted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -29,16 +31,21 @@ def takes_leaves(row: Row) -> bool:
 
 
 def grow(proposal: Proposal, rows: Sequence[Row], able: Sequence[bool], lengths: Lengths) -> None:
-    """Put second choices beside drafted tokens, where governors say so and the context has room."""
+    """Put nodes of trees, or second choices, beside drafted tokens, where policies say so and the
+    context has room."""
     pairs = list(zip(proposal.tokens, able, strict=True))
-    places = lengths.leaves([len(tokens) if takes else 0 for tokens, takes in pairs])
-    for i, own in enumerate(places):
+    trees = {i: tree.beside(proposal.tokens[i]) for i, tree in proposal.trees.items()}
+    drafted = [len(own) if takes or i in trees else 0 for i, (own, takes) in enumerate(pairs)]
+    chosen = lengths.nodes(drafted, {i: chances for i, (_, chances) in trees.items()})
+    for i, own in enumerate(chosen):
         room = rows[i].limit - len(rows[i].context) - len(proposal.tokens[i])
-        leaves = [
-            (n, token) for n in own if (token := _second(proposal, rows[i], i, n)) is not None
-        ]
-        if leaves[:room]:
-            proposal.leaves[i] = leaves[:room]
+        if i in trees:
+            nodes = [trees[i][0][n] for n in own]
+        else:
+            seconds = ((n, _second(proposal, rows[i], i, n)) for n in own)
+            nodes = [(n, token) for n, token in seconds if token is not None]
+        if nodes[:room]:
+            proposal.nodes[i] = nodes[:room]
 
 
 def _second(proposal: Proposal, row: Row, i: int, place: int) -> int | None:
@@ -62,14 +69,12 @@ def _without_first(proposal: Proposal, i: int, place: int) -> torch.Tensor:
 
 
 def attached(
-    pieces: Sequence[Sequence[int]],
-    wanted: Sequence[int],
-    leaves: Mapping[int, Sequence[tuple[int, int]]],
+    pieces: Sequence[Sequence[int]], wanted: Sequence[int], proposal: Proposal
 ) -> tuple[list[list[int]], list[int], list[list[int]]]:
-    """Pieces with leaves behind them, how many logits are wanted then, and what tokens follow."""
+    """Pieces with nodes behind them, how many logits are wanted then, and what tokens follow."""
     grown, counts = list(map(list, pieces)), list(wanted)
     parents: list[list[int]] = [[] for _ in pieces]
-    for row, own in leaves.items():
+    for row, own in proposal.nodes.items():
         before = len(pieces[row]) - wanted[row]  # the token in front of the draft
         parents[row] = [-1] * len(pieces[row]) + [before + place for place, _ in own]
         grown[row] += [token for _, token in own]
@@ -78,47 +83,57 @@ def attached(
 
 
 def follow(judged: Judgements, proposal: Proposal, best: Best, wanted: Sequence[int]) -> None:
-    """Keep leaves that are the target's own token, where all are arg-maxes of what `best` is of."""
-    for row, n in kept_leaves(judged, proposal).items():
-        verdict, column = judged[row], wanted[row] + n
-        assert isinstance(verdict, RowVerdict)
-        if best.sound[row][column]:
-            verdict.leaf, verdict.following = n, best.tokens[row][column]
+    """Keep nodes that are the target's own token, where all are arg-maxes of what `best` is of."""
+    rows = list(proposal.nodes)
+    while kept := next_nodes(judged, proposal, rows):
+        for row, n in kept.items():
+            verdict, column = judged[row], wanted[row] + n
+            assert isinstance(verdict, RowVerdict)
+            if not best.sound[row][column]:
+                rows.remove(row)
+                continue
+            verdict.path.append(n)
+            verdict.following = best.tokens[row][column]
 
 
 def follow_shaped(
     judged: Judgements, proposal: Proposal, rows: Sequence[Row], tails: Mapping[int, torch.Tensor],
     sampler: Sampler,
 ) -> None:  # fmt: skip
-    """Keep leaves that come next: `tails` are per row `(leaves, V)` raw logits after each."""
-    for i in proposal.leaves:
+    """Keep nodes that come next: `tails` are per row `(nodes, V)` raw logits after each."""
+    for i in proposal.nodes:
         verdict = judged.get(i)
         if isinstance(verdict, RowVerdict) and verdict.probs is not None and not rows[i].certain:
             _toss(verdict, proposal, rows[i], i)
-    if not (kept := kept_leaves(judged, proposal)):
-        return
-    other = next(tails[row][n] for row, n in kept.items())
-    texts: list[list[int]] = [[] for _ in rows]
-    for row, n in kept.items():
-        place, token = proposal.leaves[row][n]
-        texts[row] = [*proposal.tokens[row][:place], token]
-    columns = [tails[row][kept[row]] if row in kept else other for row in range(len(rows))]
-    shaped = sampler.process(torch.stack(columns).unsqueeze(1), rows, texts, None)
-    best = best_of(shaped, NO_SIGNALS)
-    for row, n in kept.items():
-        verdict = judged[row]
-        assert isinstance(verdict, RowVerdict)
-        if not best.sound[row][0]:
-            continue
-        verdict.leaf, verdict.following = n, best.tokens[row][0]
-        if not rows[row].certain:
-            probs = shaped[row, 0].softmax(-1)
-            verdict.following = int(sample(probs, next(rows[row].coins)))
+    going = list(proposal.nodes)
+    while kept := next_nodes(judged, proposal, going):
+        other = next(tails[row][n] for row, n in kept.items())
+        texts: list[list[int]] = [[] for _ in rows]
+        for row, n in kept.items():
+            verdict = judged[row]
+            assert isinstance(verdict, RowVerdict)
+            verdict.path.append(n)
+            texts[row] = path_of(verdict, proposal, row)
+        columns = [tails[row][kept[row]] if row in kept else other for row in range(len(rows))]
+        shaped = sampler.process(torch.stack(columns).unsqueeze(1), rows, texts, None)
+        best = best_of(shaped, NO_SIGNALS)
+        going = list(kept)
+        for row in kept:
+            verdict = judged[row]
+            assert isinstance(verdict, RowVerdict)
+            if not best.sound[row][0]:
+                verdict.path.pop()
+                going.remove(row)
+                continue
+            verdict.following = best.tokens[row][0]
+            if not rows[row].certain:
+                probs = shaped[row, 0].softmax(-1)
+                verdict.following = int(sample(probs, next(rows[row].coins)))
 
 
 def _toss(verdict: RowVerdict, proposal: Proposal, row: Row, i: int) -> None:
-    """Draw the token after the accepted ones anew, by way of the leaf there, if there is one."""
-    own = dict(proposal.leaves[i])
+    """Draw the token after the accepted ones anew, by way of the node there, if there is one."""
+    own = dict(proposal.nodes[i])
     if verdict.following is None or verdict.accepted not in own:
         return
     token, coin, second = own[verdict.accepted], next(row.coins), next(row.coins)
@@ -129,9 +144,21 @@ def _toss(verdict: RowVerdict, proposal: Proposal, row: Row, i: int) -> None:
     verdict.following = token if kept else int(sample(rest, second))
 
 
-def kept_leaves(judged: Mapping[int, RowVerdict | Exception], proposal: Proposal) -> dict[int, int]:
-    """Per row which of its leaves is the target's own token."""
-    decoded = {row: v for row, v in judged.items() if isinstance(v, RowVerdict)}
-    next_ones = {row: (v.accepted, v.following) for row, v in decoded.items()}
-    pairs = [(row, own, next_ones.get(row)) for row, own in proposal.leaves.items()]
-    return {row: own.index(leaf) for row, own, leaf in pairs if leaf in own}
+def next_nodes(
+    judged: Mapping[int, RowVerdict | Exception], proposal: Proposal, rows: Iterable[int]
+) -> dict[int, int]:
+    """Which node is the target's own token behind what is kept so far, of rows where one is."""
+    out = {}
+    for row in rows:
+        if isinstance(verdict := judged.get(row), RowVerdict):
+            first, own = len(proposal.tokens[row]) + 1, proposal.nodes[row]
+            place = first + verdict.path[-1] if verdict.path else verdict.accepted
+            if (node := (place, verdict.following)) in own:
+                out[row] = own.index(node)
+    return out
+
+
+def path_of(verdict: RowVerdict, proposal: Proposal, row: int) -> list[int]:
+    """The tokens of a row that are kept, drafted ones and nodes."""
+    nodes = [proposal.nodes[row][n][1] for n in verdict.path]
+    return [*proposal.tokens[row][: verdict.accepted], *nodes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,15 +213,27 @@ class Lengths:
         hidden = self._hidden[i]
         return token._replace(**hidden) if hidden else token
 
-    def leaves(self, drafted: Sequence[int]) -> list[list[int]]:
-        """Per row the places of its draft whose second choices shall be judged, too; `drafted` as
-        of `Plan.leaves`."""
-        out: list[list[int]] = [[] for _ in self._rows]
+    def trees(self) -> list[int]:
+        """Per row the most nodes of a tree in this round; 0: a chain."""
+        out = [row.controller.tree for row in self._rows]
+        for group in self._groups:
+            for i in group.rows:
+                out[i] = 0 if group.plan is None else group.plan.tree
+        return out
+
+    def nodes(
+        self, drafted: Sequence[int], grown: Mapping[int, Sequence[float]]
+    ) -> list[list[int]]:
+        """Per row which nodes of its tree shall be judged, too, or the places of its draft whose
+        second choices; a policy without a governor takes all of a tree. Arguments as of
+        `Plan.nodes`, by row."""
+        out = [list(range(len(grown.get(i, ())))) for i in range(len(self._rows))]
         for group in self._groups:
             if group.plan is not None:
-                places = group.plan.leaves([drafted[i] for i in group.seats])
-                for i, own in zip(group.seats, places, strict=True):
-                    out[i] = own
+                own = [grown.get(i) for i in group.seats]
+                chosen = group.plan.nodes([drafted[i] for i in group.seats], own)
+                for i, nodes in zip(group.seats, chosen, strict=True):
+                    out[i] = nodes
         return out
 
     def trim(self, i: int) -> int:

@@ -29,7 +29,7 @@ from forerun.engine.judging import (
     read_scored,
     with_scored,
 )
-from forerun.engine.leaves import attached, follow, follow_shaped
+from forerun.engine.leaves import attached, follow, follow_shaped, path_of
 from forerun.engine.lengths import Lengths, Memory
 from forerun.engine.meter import Meter
 from forerun.engine.prefixes import Prefixes, Reuse
@@ -354,9 +354,9 @@ class Engine:
 
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
         """Feed the target, and judge the drafts of rows whose logits are wanted."""
-        rows, leaves = self._rows, proposal.leaves
+        rows, nodes = self._rows, proposal.nodes
         grown, counts, parents = (
-            attached(pieces, wanted, leaves) if leaves else (pieces, wanted, ())
+            attached(pieces, wanted, proposal) if nodes else (pieces, wanted, ())
         )
         if self._scoring:
             counts = with_scored(rows, grown, counts)
@@ -378,10 +378,10 @@ class Engine:
             masks.result()
         if not any(wanted):
             return {}
-        tails = {i: logits[i, wanted[i] : counts[i]].clone() for i in leaves}
+        tails = {i: logits[i, wanted[i] : counts[i]].clone() for i in nodes}
         logits = logits[:, : max(wanted)]
         out = self._judge_logits(proposal, logits, pieces, wanted)
-        if leaves:
+        if nodes:
             follow_shaped(out, proposal, rows, tails, self._sampler)
         return out
 
@@ -442,11 +442,12 @@ class Engine:
                 self.drafter.rollback(i, len(row.context) + max(old, 0))
                 forced, accepted = proposal.forced.get(i, 0), kept.accepted
                 tokens = proposal.tokens[i]
-                if kept.leaf is not None:
-                    first = self.target.lengths[i] - len(proposal.leaves[i])
-                    self.target.move(i, first + kept.leaf, len(row.context) + accepted)
-                    tokens = [*tokens[:accepted], proposal.leaves[i][kept.leaf][1]]
-                    accepted += 1
+                if kept.path:
+                    tokens = path_of(kept, proposal, i)
+                    first = self.target.lengths[i] - len(proposal.nodes[i])
+                    for place, n in enumerate(kept.path, len(row.context) + accepted):
+                        self.target.move(i, first + n, place)
+                    accepted = len(tokens)
                 count, reason = row.commit(tokens, accepted, kept.following, forced)
                 out[i] = count, reason or ("error" if kept.error else None)
                 self.target.rollback(i, len(row.context) - 1)
@@ -480,7 +481,7 @@ class Engine:
             {i: len(proposal.tokens[i]) for i in decoded},
             proposal.steps,
             *(self._meter.booked(lap) if timed else (None, 0.0)),
-            {i: len(own) for i, own in proposal.leaves.items()},
+            {i: len(own) for i, own in proposal.nodes.items()},
         )
         self._lengths.observe(passed.costs, seen, outcome, proposal.free)
         if timed:

@@ -46,7 +46,7 @@ def lap_of(passed: Pass, proposal: Proposal, now: float, graphs: int) -> Lap:
         steps, first, reading, tokens = steps - 1, 0.0, reading + first, tokens + sum(behind)
     drafting = passed.drafting - reading - free if steps else 0.0
     return Lap(
-        rows=rows, width=passed.costs.width(proposal.widths, rows), tree=bool(proposal.leaves),
+        rows=rows, width=passed.costs.width(proposal.widths, rows), tree=bool(proposal.nodes),
         steps=steps, draft_seconds=drafting, first_step_seconds=first,
         free_steps=proposal.free_steps, free_seconds=free, verify_seconds=passed.verifying,
         other_seconds=now - passed.began - drafting - free - reading - passed.verifying,
@@ -70,9 +70,8 @@ def round_of(
         counted["predicted"] = drafted
     if i in proposal.forced:
         counted["forced"] = proposal.forced[i]
-    if i in proposal.leaves:
-        counted["leaves"] = len(proposal.leaves[i])
-        counted["leaves_kept"] = int(kept.leaf is not None)
+    if i in proposal.nodes:
+        counted["leaves"], counted["leaves_kept"] = len(proposal.nodes[i]), len(kept.path)
     drafting, verifying, other = seconds
     return Round(
         drafted, kept.accepted, committed, proposal.stopped_by[i] or Stop.LIMIT, drafting,

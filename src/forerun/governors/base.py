@@ -48,6 +48,8 @@ class Plan(ABC):
 
     most: list[int]
     """Per seat the most tokens to draft; 0 is plain decoding."""
+    tree: int = 0
+    """Most nodes of a tree, those drafted among them; see `Controller.tree`."""
 
     @abstractmethod
     def go(self, chances: Sequence[Chance | None]) -> list[bool]:
@@ -67,11 +69,15 @@ class Plan(ABC):
         """
         return len(kept)
 
-    def leaves(self, drafted: Sequence[int]) -> list[list[int]]:
-        """Per seat at which places of its draft the second choices shall be judged, too.
+    def nodes(
+        self, drafted: Sequence[int], grown: Sequence[Sequence[float] | None]
+    ) -> list[list[int]]:
+        """Per seat which nodes of its tree shall be judged, too, or at which places of its draft
+        the second choices.
 
         Args:
-            drafted: per seat the tokens to judge; 0 of one that takes no second choices.
+            drafted: per seat the tokens to judge; 0 of one that takes nothing beside them.
+            grown: per seat the chances of the nodes beside these, falling; None: it has no tree.
         """
         return [[] for _ in drafted]
 

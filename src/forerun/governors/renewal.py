@@ -17,6 +17,7 @@ from forerun.governors.base import Governor, Outcome, Plan, Seat
 SECOND = 0.4
 """Chance that, where a drafted token is rejected, the draft's second choice is the target's: 0.46
 in the shipped pair. Between 0.3 and 0.5 it moves the time by less than 0.2 %."""
+FREE = 0.05  # tokens that a node may cost in the target's pass for trees to be grown
 FORESEEN = 8  # tokens of a model's draft that are weighed against a free one
 SHARED = 0.8
 """Power of the rows for which a batch's rounds count if the reserve is `Seat.by_row`: by 1 good
@@ -58,6 +59,9 @@ class Renewal(Governor):
         carried: share of that rate that the next request starts from, in [0, 1].
         leaves: the most second choices of the draft per round that are judged beside its tokens,
             each where it is worth its place in the target's pass, ≥ 0 (0: none).
+        tree: the most nodes of a tree per round, ≥ 0 (0: drafts are chains), for drafters that can
+            be run along branches, where a token more takes next to nothing in the target's pass;
+            each node where it is worth its place.
 
     Reference: ours. Optimal stopping of a renewal-reward process, with λ by the iteration of
     Dinkelbach 1967, "On Nonlinear Fractional Programming".
@@ -71,6 +75,7 @@ class Renewal(Governor):
     prior: float = mechanism(4.0, off=1e9)
     carried: float = mechanism(0.5, off=0.0)
     leaves: Whole = 0
+    tree: Whole = 0
 
     summary: ClassVar[str] = "draft on while the next token is worth more than its time"
 
@@ -280,13 +285,26 @@ class _Weighed(Plan):
                 return True
         return False
 
-    def leaves(self, drafted: Sequence[int]) -> list[list[int]]:
+    @property
+    def tree(self) -> int:  # type: ignore[override]
+        """As many nodes as are next to free."""
+        nodes = self._by.tree
+        while nodes and self._price * sum(map(self._added, range(1, nodes + 1))) > FREE * nodes:
+            nodes -= 1
+        return nodes
+
+    def nodes(
+        self, drafted: Sequence[int], grown: Sequence[Sequence[float] | None]
+    ) -> list[list[int]]:
         """Where a rejection is likeliest, as many as are worth their places in the target's pass,
         if together they are worth what a tree takes."""
         widest, total, out = max(*drafted, self._paid), 0.0, []
-        for tokens, chances in zip(drafted, self._kept, strict=True):
-            hits = [SECOND * (a - b) for a, b in pairwise([1.0, *chances[:tokens]])]
-            order = sorted(range(len(hits)), key=hits.__getitem__, reverse=True)[: self._by.leaves]
+        for tokens, chances, own in zip(drafted, self._kept, grown, strict=True):
+            hits, most = own or [], len(own or ())
+            if own is None:
+                hits = [SECOND * (a - b) for a, b in pairwise([1.0, *chances[:tokens]])]
+                most = self._by.leaves
+            order = sorted(range(len(hits)), key=hits.__getitem__, reverse=True)[:most]
             worth = [0.0]
             for width, place in enumerate(order, tokens + 1):
                 dear = self._added(width) if self._apart or width > widest else 0.0

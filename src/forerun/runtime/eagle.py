@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forerun.errors import ModelError, SettingError, UnsupportedModelError
-from forerun.runtime.attention import additive
+from forerun.runtime.attention import additive, hidden_columns
 from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, shapes_of
@@ -317,7 +317,6 @@ StateReader = StateHead | MtpHead
 class HeadExecutor(PaddedExecutor):
     """Runs a head by PyTorch; what it reads beside tokens is put into `given` before a pass."""
 
-    trees = False
     model, dtype = None, torch.float32
 
     def __init__(self, head: StateReader, facts: Facts, device: torch.device) -> None:
@@ -333,14 +332,16 @@ class HeadExecutor(PaddedExecutor):
         if any(pieces):
             fed = [row for row, piece in enumerate(pieces) if piece]
             self._given = dict(zip(fed, self.given, strict=True))
-        return super().run(starts, pieces, wanted)
+        return super().run(starts, pieces, wanted, parents)
 
     def _forward(self, now: PaddedPass) -> torch.Tensor:
         given = [self._given[row] for row in now.rows]
         places = torch.tensor(now.starts)[:, None] + torch.arange(now.ids.shape[1])
-        seen = torch.arange(now.columns) <= places[..., None]
+        tree = None if now.tree is None else now.tree.cpu()
+        seen = ~hidden_columns(places, now.columns, tree=tree)
         if self.head.first:  # what has no state before it is seen by itself alone
             seen &= (torch.arange(now.columns) >= self.head.first) | (places[..., None] == 0)
+        places = places if tree is None else tree[0]
         x = self.head.run(
             now.ids,
             torch.nn.utils.rnn.pad_sequence(given, batch_first=True).to(self.device),

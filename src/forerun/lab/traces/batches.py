@@ -18,7 +18,7 @@ from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Prompts, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.engine.judging import Judgements, RowVerdict
-from forerun.engine.leaves import attached, kept_leaves
+from forerun.engine.leaves import attached, next_nodes
 from forerun.engine.loop import Engine
 from forerun.engine.meter import Meter
 from forerun.engine.results import Completion, Event, FinishReason
@@ -278,8 +278,8 @@ class Replayed(Engine):
         )
 
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
-        if proposal.leaves:
-            self.target.feed(*attached(pieces, wanted, proposal.leaves))
+        if proposal.nodes:
+            self.target.feed(*attached(pieces, wanted, proposal))
         else:
             self.target.feed(pieces, wanted)
         trace, out = self._trace, dict[int, RowVerdict]()
@@ -298,10 +298,10 @@ class Replayed(Engine):
             following = None if whole else int(trace.tokens[prompt, min(at + accepted, end)])
             chances = [float(kept.chance(depth)[0]) for depth in range(drafted)]
             out[i] = RowVerdict(accepted, following, chances)
-        for i, n in kept_leaves(out, proposal).items():
+        for i, n in next_nodes(out, proposal, proposal.nodes).items():
             row = self._rows[i]
             at = min(row.produced + out[i].accepted + 1, end)
-            out[i].leaf = n
+            out[i].path = [n]
             out[i].following = int(trace.tokens[self.drafter.prompts[row.id], at])
         self._add(proposal, out)
         return dict(out)
@@ -316,11 +316,11 @@ class Replayed(Engine):
         drafted = np.array([len(proposal.tokens[i]) for i in judged], dtype=np.int64)
         accepted = np.array([judged[i].accepted for i in judged], dtype=np.int64)
         stopped = np.array([int(proposal.stopped_by[i] or 0) for i in judged], dtype=np.int64)
-        leaves = np.array([len(proposal.leaves.get(i, ())) for i in judged], dtype=np.int64)
-        leaf = np.array([one.leaf is not None for one in judged.values()], dtype=np.int64)
+        leaves = np.array([len(proposal.nodes.get(i, ())) for i in judged], dtype=np.int64)
+        leaf = np.array([len(one.path) for one in judged.values()], dtype=np.int64)
         costs = self._meter.costs(len(self._rows))
         width = costs.width(proposal.widths, len(self._rows))
-        took = costs.round_seconds(proposal.steps, width, bool(proposal.leaves))
+        took = costs.round_seconds(proposal.steps, width, bool(proposal.nodes))
         seconds = np.full(len(rows), took / max(len(rows), 1))
         steps = self.drafter.steps[place] - sums.steps[place]
         for total, value in (
