@@ -96,6 +96,13 @@ def _trees(prompts: int = 2, tokens: int = 48, target: str | None = None):
     trees.main(prompts, tokens, target)
 
 
+@app.command("trees-live")
+def _trees_live(prompts: int = 2, tokens: int = 48, target: str | None = None):
+    """Tokens a round with trees of 8 to 32 nodes, counted in the engine: shipped target, or a GGUF
+    file's."""
+    trees.live(prompts, tokens, target)
+
+
 @app.command("grown-trees")
 def _grown_trees(target: str, prompts: int = 3, tokens: int = 64):
     """What trees grown by the head's own probabilities would bring over chains, for a GGUF file."""

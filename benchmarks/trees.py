@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import forerun
 from benchmarks.common import provenance, resumed, save, table
 from benchmarks.drafters import tasks_of
 from benchmarks.leaves import with_poor_draft
-from forerun.lab.traces.record import record
+from forerun.lab.traces.record import Task, record
 from forerun.lab.traces.results import rate
 from forerun.lab.traces.trace import Trace
 from forerun.types import IntArray
@@ -46,6 +46,49 @@ def main(prompts: int, tokens: int, target: str | None) -> None:
         work = tasks_of(model, target, prompts, tokens)
         results[drafter] = _bounds(record(model, work, depth=max(DEPTHS), batch_size=1))
         save(name, provenance(model, **settings), results, _text(results))
+
+
+def live(prompts: int, tokens: int, target: str | None) -> None:
+    """Write `trees-live.json`, counted in the engine; of another target with its name behind."""
+    name = "-".join(["trees-live", *([Path(target).stem.lower()] if target else [])])
+    settings = {"prompts": prompts, "tokens": tokens}
+    results = resumed(name, **settings)
+    for drafter in [one for one in (REAL if target else ("draft model", "poor draft"))
+                    if one not in results]:  # fmt: skip
+        how: dict[str, Any] = {} if target else {"dtype": "float32", "runtime": "torch"}
+        poor = drafter == "poor draft"
+        model = with_poor_draft() if poor else forerun.load(target, REAL.get(drafter), **how)
+        work = tasks_of(model, target, prompts, tokens)
+        results[drafter] = {str(depth): _counted(model, work, depth) for depth in DEPTHS}
+        save(name, provenance(model, **settings), results, _live_text(results))
+
+
+def _counted(model: forerun.Model, work: Sequence[Task], depth: int) -> dict[str, Any]:
+    """By shape nodes a round, tokens a round, and rounds of chains and of leaves over its own. Time
+    has no say: the draft is as deep in every round."""
+    free = f"auto(high={depth},cost=1000000,slope=0"
+    specs = {
+        "chain": f"{free})",
+        "leaves": f"{free},leaves={depth})",
+        **{f"tree of {n}": f"{free},tree={n})" for n in NODES},
+    }
+    rounds, texts, out = {}, {}, {}
+    for shape, spec in specs.items():
+        done = [
+            model.generate([task.tokens], sampling=[task.sampling], controller=spec)[0]
+            for task in work
+        ]
+        rounds[shape], texts[shape] = [c.stats.rounds for c in done], [c.tokens for c in done]
+        counted = [r.drafted + r.counters.get("leaves", 0) for c in done for r in c.rounds]
+        out[shape] = {
+            "nodes": round(float(np.mean(counted)), 2),
+            "tokens_per_round": round(sum(map(len, texts[shape])) / sum(rounds[shape]), 4),
+            "kept_beside": sum(c.stats.counters.get("leaves_kept", 0) for c in done),
+            "texts": sum(a == b for a, b in zip(texts[shape], texts["chain"], strict=True)),
+            **{f"over_{other}": rate(rounds[other], rounds[shape])
+               for other in ("chain", "leaves") if other in rounds},
+        }  # fmt: skip
+    return out
 
 
 def _bounds(trace: Trace) -> dict[str, Any]:
@@ -159,4 +202,24 @@ def _text(results: dict[str, Any]) -> str:
         f"{NODES[-1]} for these very ones; with all first and second choices, in any order. "
         "Then the rounds with leaves over those with a tree, with a 95 % bootstrap interval.\n\n"
         + table(header, rows)
+    )
+
+
+def _live_text(results: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{drafter}, depth {depth}",
+            *(f"{one['tokens_per_round']:.2f} ({one['nodes']:.1f})" for one in shapes.values()),
+            *("{mean:.3f} [{low:.3f}, {high:.3f}]".format(**shapes[f"tree of {n}"]["over_leaves"])
+              for n in NODES),
+        ]
+        for drafter, own in results.items() for depth, shapes in own.items()
+    ]  # fmt: skip
+    shapes = list(next(iter(next(iter(results.values())).values())))
+    header = ["draft", *shapes, *(f"{n} over leaves" for n in NODES)]
+    return (
+        "Greedy prompts, in the engine: tokens a round (and nodes that the target judged) of "
+        "drafts of so many steps, alone; with the second choice beside each token; with a tree of "
+        "so many nodes grown in the same steps. Then the rounds with leaves over those with a "
+        "tree, with a 95 % bootstrap interval.\n\n" + table(header, rows)
     )

@@ -19,7 +19,7 @@ from forerun.drafters.base import (
     TrainedDraft,
 )
 from forerun.drafters.memory import fingerprint as tokens_of
-from forerun.drafters.stepping import branching
+from forerun.drafters.stepping import NO_PLACES, branching
 from forerun.errors import SettingError
 from forerun.runtime import gguf
 from forerun.runtime.base import CHUNK, LOGITS, Best, Facts, Rows
@@ -27,8 +27,8 @@ from forerun.runtime.drafts import own_draft, read_about, spread
 from forerun.runtime.eagle import KIND, EagleHead, HeadExecutor, StateReader, load_eagle
 from forerun.runtime.states import States
 from forerun.runtime.support import check_decoder_only
+from forerun.runtime.trees import Parents
 
-NO_PLACES: Mapping[int, Sequence[int]] = {}
 HEADS = Path(__file__).parent / "heads"
 """Heads that ship, by the hashes of tokenizer and target."""
 
@@ -135,40 +135,39 @@ class EagleDrafter(RowsDrafter):
         return out
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
-        pieces = self._pieces(texts)
-        wanted = [1 if piece else 0 for piece in pieces]
-        for row in self._newest:
-            self._true.setdefault(row, self.rows.lengths[row])
-        self._give(pieces)
-        if greedy is not None and LOGITS not in greedy:
-            best = self.rows.best(pieces, wanted, greedy)
-            ids = self._ids
-            if "second" in greedy:
-                best.signals["second"] = [[ids[int(i)] for i in t] for t in best.signals["second"]]
-            step = Step(best=Best([[ids[i] for i in t] for t in best.tokens], best.signals,
-                                  best.sound))  # fmt: skip
-        else:
-            logits = self.rows.feed(pieces, wanted)[:, 0]
-            step = Step(spread(logits, self._tokens, self.target.vocab_size))
-        for row, n in enumerate(self.rows.lengths):
-            if pieces[row]:
-                self._newest[row] = self._outputs.read(row, n - 1, n)
-        return step
+        wanted = [int(text is not None) for text in texts]
+        if greedy is None or LOGITS in greedy:
+            return Step(self.branch(texts, wanted)[:, 0])
+        pieces = self._given(texts, NO_PLACES)
+        best, ids = self.rows.best(pieces, wanted, greedy), self._ids
+        self._keep_outputs(pieces, NO_PLACES)
+        if "second" in greedy:
+            best.signals["second"] = [[ids[int(i)] for i in t] for t in best.signals["second"]]
+        tokens = [[ids[i] for i in t] for t in best.tokens]
+        return Step(best=Best(tokens, best.signals, best.sound))
 
     def branch(
-        self, texts: Texts, wanted: Sequence[int], parents: Sequence[Sequence[int]],
-        places: Mapping[int, Sequence[int]],
+        self, texts: Texts, wanted: Sequence[int], parents: Parents = (),
+        places: Mapping[int, Sequence[int]] = NO_PLACES,
     ) -> torch.Tensor:  # fmt: skip
+        pieces = self._given(texts, places)
+        logits = self.rows.feed(pieces, wanted, parents)
+        self._keep_outputs(pieces, places)
+        return spread(logits, self._tokens, self.target.vocab_size)
+
+    def _given(self, texts: Texts, places: Mapping[int, Sequence[int]]) -> list[list[int]]:
+        """What a pass is fed, which is given what else it reads; `places` as of `branch`."""
         pieces = self._pieces(texts)
         for row in self._newest.keys() - places.keys():
             self._true.setdefault(row, self.rows.lengths[row])
         self._give(pieces, places)
-        logits = self.rows.feed(pieces, wanted, parents)
+        return pieces
+
+    def _keep_outputs(self, pieces: Prompts, places: Mapping[int, Sequence[int]]) -> None:
         for row, n in enumerate(self.rows.lengths):
-            if pieces[row]:
-                first = n - len(pieces[row]) if row in places else n - 1
+            if count := len(pieces[row]):
+                first = n - count if row in places else n - 1
                 self._newest[row] = self._outputs.read(row, first, n)
-        return spread(logits, self._tokens, self.target.vocab_size)
 
     def _pieces(self, texts: Texts) -> list[list[int]]:
         begun = [t and t[n:] for t, n in zip(texts, self.rows.begins, strict=True)]

@@ -19,11 +19,12 @@ from forerun.drafters.base import (
     StepContext,
     Texts,
 )
-from forerun.drafters.stepping import branching
+from forerun.drafters.stepping import NO_PLACES, branching
 from forerun.errors import ForerunWarning, ModelError, require
 from forerun.runtime.base import CHUNK, Executor, Rows
 from forerun.runtime.load import load_tokenizer
 from forerun.runtime.runtimes import RuntimeSpec, Source, TorchRuntime
+from forerun.runtime.trees import Parents
 
 STAND_IN = 0
 """What a draft reads for an id it lacks."""
@@ -62,15 +63,14 @@ class ModelDrafter(RowsDrafter):
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         """Feed what each row's cache lacks; what comes next."""
-        pieces = self._pieces(texts)
-        wanted = [1 if piece else 0 for piece in pieces]
+        wanted = [int(text is not None) for text in texts]
         if greedy is not None and self.rows.vocab_size == self._vocab:
-            return Step(best=self.rows.best(pieces, wanted, greedy))
-        return Step(fitted(self.rows.feed(pieces, wanted)[:, 0], self._vocab))
+            return Step(best=self.rows.best(self._pieces(texts), wanted, greedy))
+        return Step(self.branch(texts, wanted)[:, 0])
 
     def branch(
-        self, texts: Texts, wanted: Sequence[int], parents: Sequence[Sequence[int]],
-        places: Mapping[int, Sequence[int]],
+        self, texts: Texts, wanted: Sequence[int], parents: Parents = (),
+        places: Mapping[int, Sequence[int]] = NO_PLACES,
     ) -> torch.Tensor:  # fmt: skip
         return fitted(self.rows.feed(self._pieces(texts), wanted, parents), self._vocab)
 

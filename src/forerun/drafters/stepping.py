@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     import torch
 
     from forerun.runtime.base import Rows
+    from forerun.runtime.trees import Parents
 
 CHILDREN = 8  # most of a node of a tree
+NO_PLACES: Mapping[int, Sequence[int]] = {}  # of chains alone; see `Tree.places`
 
 
 class Stepper(Protocol):
@@ -73,7 +75,7 @@ class Brancher(Stepper, Protocol):
     rows: Rows
 
     def branch(
-        self, texts: Texts, wanted: Sequence[int], parents: Sequence[Sequence[int]],
+        self, texts: Texts, wanted: Sequence[int], parents: Parents,
         places: Mapping[int, Sequence[int]],
     ) -> torch.Tensor:  # fmt: skip
         """`(rows, n, V)` logits behind the last `wanted` tokens of each row's text, n the most of

@@ -97,7 +97,10 @@ class AsRecorded:
 
 
 def costs_for(controller: Controller, cell: Costs) -> Costs:
-    """What rounds cost under a controller: one that is shown drafted tokens pays for it."""
+    """What rounds cost under a controller: one that is shown drafted tokens pays for it;
+    `SettingError` if it wants trees."""
+    why = "0 in a replay: a trace does not hold what a draft says beside its own tokens"
+    require(not controller.tree, "tree", controller.tree, why)
     asks = not isinstance(controller, LengthPolicy) or controller.stops_early
     return cell.asked if asks else cell
 
