@@ -253,8 +253,10 @@ class Greedy:
     """The least a guide does: the arg-max, until the limit."""
 
     greedy: frozenset[str] | None = None
-    trees: tuple[int, ...] = ()
     clock = staticmethod(time.perf_counter)
+
+    def trees(self, limit: int) -> list[int]:
+        return []
 
     def choose(self, step: Any, texts: Any, active: Any, proposal: Proposal) -> list[int]:
         drawn = []

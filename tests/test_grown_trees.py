@@ -52,16 +52,16 @@ def test_a_tree_holds_the_likeliest_nodes_and_the_draft(seed: int) -> None:
         if depth:
             drafted.append(0)
             tree.follow(0)
-        newest = range(tree.known, len(tree.tokens)) if depth else [-1]
+        newest = range(tree.known, len(tree.nodes)) if depth else [-1]
         paths = [tuple(tree.path(node)) for node in newest]
         assert tuple(drafted) == paths[tree.column]
-        fed = [tuple(tree.path(node)) for node in range(len(tree.tokens))]
+        fed = [tuple(tree.path(node)) for node in range(len(tree.nodes))]
         tree.grow([split(path) for path in paths], [list(range(4))] * len(paths))
-        for place, node in zip(tree.places, range(len(tree.tokens)), strict=True):
+        for place, node in zip(tree.places, range(len(tree.nodes)), strict=True):
             assert [(), *fed][place] == tuple(tree.path(node))[:-1]
     drafted.append(0)
     own = {tuple(drafted[:n]) for n in range(1, len(drafted) + 1)}
-    held = [tuple(tree.path(node)) for node in range(len(tree.tokens))]
+    held = [tuple(tree.path(node)) for node in range(len(tree.nodes))]
     others = sorted(offered.keys() - own, key=lambda path: -offered[path])
     assert set(held) == own | set(others[: max(most - len(own), 0)])
     for kept in range(len(drafted) + 1):
@@ -76,11 +76,10 @@ def test_a_tree_holds_the_likeliest_nodes_and_the_draft(seed: int) -> None:
         assert len(nodes) <= max(most - kept, 0)
 
 
-class Wide:
-    """Lends what trees need: a wish for some in every row, and the likeliest tokens."""
+class Likely:
+    """Lends what trees need: the likeliest tokens."""
 
-    def __init__(self, rows: int) -> None:
-        self.trees = [0 if row == 1 else 14 for row in range(rows)]
+    def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, Any]] = []
 
     def likeliest(self, logits: torch.Tensor, paths: Any, count: int) -> Any:
@@ -116,8 +115,8 @@ def test_a_node_is_what_its_own_path_would_be(name: str, runtime: str, tmp_path:
     drafter.join(prompts, 40)
     rows.feed([prompt[:-1] for prompt in prompts], [0] * 3)
     drafter._read(prompts, leave=99)
-    guide: Any = Wide(3)
-    stepper = Branching(drafter, prompts, guide)
+    guide: Any = Likely()
+    stepper = Branching(drafter, prompts, guide, [14, 0, 14])
     ahead = [list(prompt) for prompt in prompts]
     for _ in range(4):
         step = stepper.step(ahead, None)
@@ -125,7 +124,7 @@ def test_a_node_is_what_its_own_path_would_be(name: str, runtime: str, tmp_path:
         for text, best in zip(ahead, step.logits.argmax(-1).tolist(), strict=True):
             text.append(best)
     assert sum(len(own[0]) for _, own in guide.seen) > 12
-    assert max(len(tree.tokens) for tree in stepper.trees.values()) == 14
+    assert max(len(tree.nodes) for tree in stepper.trees.values()) == 14
     loose = 0.06 if runtime == "openvino" and name != "model" else 1e-4
     for logits, paths in guide.seen:
         for row, own in enumerate(paths):

@@ -119,9 +119,10 @@ class StepContext(Protocol):
     """Seconds, as the engine takes them."""
     greedy: frozenset[str] | None
     """If `Step.best` is enough: the fields of `Signals` wanted with it. Else None."""
-    trees: Sequence[int]
-    """Per row the most nodes of a tree to draft, its draft among them; 0: a chain. Empty if all
-    are chains."""
+
+    def trees(self, limit: int) -> Sequence[int]:
+        """Per row the most nodes of a tree to draft, its draft among them, by a drafter of so many
+        tokens of context; 0: a chain. Empty if all are."""
 
     def likeliest(
         self, logits: torch.Tensor, paths: Sequence[Sequence[Sequence[int]]], count: int

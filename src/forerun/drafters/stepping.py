@@ -90,11 +90,13 @@ class Branching:
     """Steps along a draft and, in the same passes, along what is nearly as likely. A pass is fed
     all of a tree behind the text's last token, as far as its children are wanted or known."""
 
-    def __init__(self, drafter: Brancher, texts: Texts, guide: StepContext) -> None:
+    def __init__(
+        self, drafter: Brancher, texts: Texts, guide: StepContext, nodes: Sequence[int]
+    ) -> None:
         self._drafter, self._guide = drafter, guide
         self._begins = [len(text or ()) for text in texts]
-        pairs = zip(guide.trees, texts, strict=True)
-        self.trees = {row: Tree(n) for row, (n, text) in enumerate(pairs) if n and text is not None}
+        pairs = enumerate(zip(nodes, texts, strict=True))
+        self.trees = {row: Tree(n) for row, (n, text) in pairs if n and text is not None}
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         fed, wanted = list(texts), [int(text is not None) for text in texts]
@@ -107,9 +109,9 @@ class Branching:
             assert text is not None
             if len(text) > begin:
                 tree.follow(text[-1])
-                fed[row] = [*text[:begin], *tree.tokens]
-                parents[row] = [-1, *(parent + 1 for parent in tree.parents)]
-                paths[row] = [tree.path(n) for n in range(tree.known, len(tree.tokens))]
+                fed[row] = [*text[:begin], *(token for _, token, _ in tree.nodes)]
+                parents[row] = [-1, *(parent + 1 for parent, *_ in tree.nodes)]
+                paths[row] = [tree.path(n) for n in range(tree.known, len(tree.nodes))]
                 wanted[row], places[row] = len(paths[row]), tree.places
         logits = self._drafter.branch(fed, wanted, parents, places)
         columns = [0] * len(texts)
@@ -125,9 +127,10 @@ def branching(
     drafter: Brancher, texts: Texts, most: Sequence[int], guide: StepContext, since: float
 ) -> Proposal:
     """`step_by_step`, with trees in the rows for which the guide wants some."""
-    if not (any(guide.trees) and drafter.rows.executor.trees):
+    nodes = guide.trees(drafter.rows.limit) if drafter.rows.executor.trees else ()
+    if not any(nodes):
         return step_by_step(drafter, texts, most, guide, since)
-    stepper = Branching(drafter, texts, guide)
+    stepper = Branching(drafter, texts, guide, nodes)
     out = step_by_step(stepper, texts, most, guide, since)
     out.trees = stepper.trees
     return out

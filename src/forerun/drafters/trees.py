@@ -14,9 +14,8 @@ class Tree:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.tokens: list[int] = []
-        self.parents: list[int] = []  # of each node the one that it follows; -1: the text
-        self.chances: list[float] = []
+        self.nodes: list[tuple[int, int, float]] = []
+        """The node that each follows (-1: the text), its token, its chance."""
         self.known = 0  # nodes whose children are known: all but the newest level
         self.places: list[int] = []
         """Of each node where the one that it follows was in the newest pass: 0, the text's last
@@ -30,39 +29,35 @@ class Tree:
 
     def path(self, node: int) -> list[int]:
         """The tokens from the text to a node."""
-        return [*self.path(self.parents[node]), self.tokens[node]] if node >= 0 else []
+        return [*self.path(self.nodes[node][0]), self.nodes[node][1]] if node >= 0 else []
 
     def follow(self, token: int) -> None:
         """The draft goes on by a token."""
         if (node := self._child(self._tip, token)) < 0:
-            node = len(self.tokens)
-            self._add(self._tip, token, self.chances[self._tip] if self._tip >= 0 else 1.0)
+            node = len(self.nodes)
+            self.nodes.append((self._tip, token, self._chance(self._tip)))
             self.places.append(self._tip + 1)
         self._tip = node
 
     def grow(self, chances: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]) -> None:
         """Add the likeliest tokens behind each node of the newest level, falling."""
-        newest = range(self.known, len(self.tokens)) if self.tokens else [-1]
-        self.known = len(self.tokens)
-        drafted = {self.known} if self._tip < 0 else set[int]()
-        for node, shares, ids in zip(newest, chances, tokens, strict=False):
-            above = self.chances[node] if node >= 0 else 1.0
-            if node == self._tip:
-                drafted = {len(self.tokens)}
-            for share, token in zip(shares, ids, strict=True):
-                if share > 0:
-                    self._add(node, token, above * min(share, 1.0))
-        node = self._tip
-        while node >= 0:
-            drafted.add(node)
-            node = self.parents[node]
+        newest, nodes = range(self.known, len(self.nodes)) if self.nodes else [-1], self.nodes
+        self.known, tip, draft = len(nodes), self._tip, set[int]()
+        for node, shares, ids in zip(newest, chances, tokens, strict=True):
+            if node == tip:
+                draft.add(len(nodes))
+            above = self._chance(node)
+            pairs = zip(shares, ids, strict=True)
+            nodes += [(node, token, above * min(p, 1.0)) for p, token in pairs if p > 0]
+        while tip >= 0:
+            draft.add(tip)
+            tip = nodes[tip][0]
         # Those of a path fall, and of equal ones the first is kept: a node's parent stays with it.
-        order = sorted(range(len(self.tokens)), key=lambda n: (n not in drafted, -self.chances[n]))
-        kept = sorted(order[: max(self._most, len(drafted))])
+        order = sorted(range(len(nodes)), key=lambda n: (n not in draft, -nodes[n][2]))
+        kept = sorted(order[: max(self._most, len(draft))])
         places = {-1: -1} | {old: new for new, old in enumerate(kept)}
-        self.places = [self.parents[n] + 1 for n in kept]
-        self.parents = [places[self.parents[n]] for n in kept]
-        self.tokens, self.chances = ([of[n] for n in kept] for of in (self.tokens, self.chances))
+        self.places = [nodes[n][0] + 1 for n in kept]
+        self.nodes = [(places[nodes[n][0]], *nodes[n][1:]) for n in kept]
         self.known, self._tip = sum(n < self.known for n in kept), places[self._tip]
 
     def beside(self, draft: Sequence[int]) -> tuple[list[tuple[int, int]], list[float]]:
@@ -72,17 +67,15 @@ class Tree:
             if (tip := self._child(tip, token)) < 0:
                 break
             places[tip] = depth
-        others = [n for n in range(len(self.tokens)) if n not in places]
-        others = sorted(others, key=lambda n: -self.chances[n])[: max(self._most - len(draft), 0)]
+        others = [n for n in range(len(self.nodes)) if n not in places]
+        others = sorted(others, key=lambda n: -self._chance(n))[: max(self._most - len(draft), 0)]
         places |= {node: n for n, node in enumerate(others, len(draft) + 1)}
-        nodes = [(places[self.parents[n]], self.tokens[n]) for n in others]
-        return nodes, [self.chances[n] for n in others]
+        nodes = [self.nodes[n] for n in others]
+        return [(places[above], token) for above, token, _ in nodes], [p for *_, p in nodes]
 
     def _child(self, parent: int, token: int) -> int:
-        pairs = zip(self.parents, self.tokens, strict=True)
-        return next((n for n, pair in enumerate(pairs) if pair == (parent, token)), -1)
+        pairs = enumerate(self.nodes)
+        return next((n for n, node in pairs if node[:2] == (parent, token)), -1)
 
-    def _add(self, parent: int, token: int, chance: float) -> None:
-        self.parents.append(parent)
-        self.tokens.append(token)
-        self.chances.append(chance)
+    def _chance(self, node: int) -> float:
+        return self.nodes[node][2] if node >= 0 else 1.0

@@ -92,13 +92,15 @@ class RoundContext:
         self._asks = lengths.stops_early  # whether policies are shown what is drafted
         takes = [trees and takes_leaves(row) for row in rows]
         self._leafy = [own and "second" in lengths.signals for own in takes]
-        self._grows = [own and row.certain for own, row in zip(takes, rows, strict=True)]
-        self._limit = 0
+        self._grows = [
+            own and row.certain and row.request.controller.tree > 0
+            for own, row in zip(takes, rows, strict=True)
+        ]
 
     def begin(self, ready: Sequence[bool], drafter: Drafter) -> list[int]:
         """Begin a round: per row the most tokens that the drafter may add."""
         self._foreseen = Foreseen.of(self._rows, ready) if self._foresees else NOTHING
-        self._limit, pairs = drafter.limit, zip(self._rows, ready, strict=True)
+        pairs = zip(self._rows, ready, strict=True)
         rooms = [row.room(drafter.limit) if on else 0 for row, on in pairs]
         return self._foreseen.rooms(rooms, drafter) if self._foresees else rooms
 
@@ -109,16 +111,13 @@ class RoundContext:
             texts[i] = texts[i] and [*self._rows[i].context, *tokens]
         return texts
 
-    @property
-    def trees(self) -> list[int]:
+    def trees(self, limit: int) -> list[int]:
         """As far as draft and target have room, one node more for a draft of other tokens."""
         if not any(self._grows):
             return []
-        wanted = zip(self._rows, self._grows, self._lengths.trees(), strict=True)
-        return [
-            max(min(most, min(row.limit, self._limit) - len(row.context) - 1), 0) if on else 0
-            for row, on, most in wanted
-        ]
+        pairs = zip(self._rows, self._lengths.trees(), strict=True)
+        rooms = [min(n, min(row.limit, limit) - len(row.context) - 1) for row, n in pairs]
+        return [max(room, 0) * on for room, on in zip(rooms, self._grows, strict=True)]
 
     def likeliest(
         self, logits: torch.Tensor, paths: Sequence[Sequence[Sequence[int]]], count: int
