@@ -250,5 +250,6 @@ def test_auto_grows_trees_where_their_nodes_are_next_to_free() -> None:
     assert opened(Costs.synthetic(10, 0.9 * FREE)) == 16
     assert opened(Costs.synthetic(10, 1.1 * FREE)) == 0
     assert opened(Costs.synthetic(10, 0.0), tree=0) == 0
-    steps = Costs(0.1, ((1, 1.0), (2, 1.01), (8, 1.01), (16, 9.0)), levels=(1, 8))
-    assert opened(steps) == 7
+    for level, nodes in ((8, 0), (12, 11)):
+        steps = ((1, 1.0), (2, 1.01), (level, 1.01), (2 * level, 19.0))
+        assert opened(Costs(0.1, steps, levels=(1, level))) == nodes

@@ -18,6 +18,7 @@ SECOND = 0.4
 """Chance that, where a drafted token is rejected, the draft's second choice is the target's: 0.46
 in the shipped pair. Between 0.3 and 0.5 it moves the time by less than 0.2 %."""
 FREE = 0.05  # tokens that a node may cost in the target's pass for trees to be grown
+BUSH = 8  # nodes of the smallest tree that has more tokens a round than second choices
 FORESEEN = 8  # tokens of a model's draft that are weighed against a free one
 SHARED = 0.8
 """Power of the rows for which a batch's rounds count if the reserve is `Seat.by_row`: by 1 good
@@ -287,11 +288,11 @@ class _Weighed(Plan):
 
     @property
     def tree(self) -> int:  # type: ignore[override]
-        """As many nodes as are next to free."""
+        """As many nodes as are next to free, if these are enough for a tree."""
         nodes = self._by.tree
         while nodes and self._price * sum(map(self._added, range(1, nodes + 1))) > FREE * nodes:
             nodes -= 1
-        return nodes
+        return nodes if nodes >= min(self._by.tree, BUSH) else 0
 
     def nodes(
         self, drafted: Sequence[int], grown: Sequence[Sequence[float] | None]
