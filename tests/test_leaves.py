@@ -222,7 +222,7 @@ def plan(costs: Costs, chances: list[float], leaves: int = 8, **more: Any) -> li
     kept = itertools.accumulate(chances, lambda a, b: a * b)
     for chance in kept:
         made.go([Chance(chance, 0.5)])
-    (places,) = made.leaves([len(chances)])
+    (places,) = made.nodes([len(chances)], [None])
     return sorted(places)
 
 

@@ -101,7 +101,7 @@ class Branching:
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         fed, wanted = list(texts), [int(text is not None) for text in texts]
         parents: list[list[int]] = [[] for _ in texts]
-        paths = [[text[n:]] if text else [[]] for n, text in zip(self._begins, texts, strict=True)]
+        paths = [[(text or [])[n:]] for n, text in zip(self._begins, texts, strict=True)]
         grown = {row: tree for row, tree in self.trees.items() if texts[row] is not None}
         places = {}
         for row, tree in grown.items():
