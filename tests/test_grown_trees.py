@@ -18,12 +18,15 @@ from forerun.drafters.model import ModelDrafter
 from forerun.drafters.stepping import Branching
 from forerun.drafters.trees import Tree
 from forerun.engine import Completion, Engine, Sampling
+from forerun.errors import SettingError
 from forerun.governors import Seat
 from forerun.governors.renewal import FREE, Renewal
+from forerun.lab.traces.replay import replay
 from forerun.requests import Request
 from forerun.rules import RULES
 from forerun.runtime import Rows
 from forerun.testing import ScriptedModel, engine
+from made_traces import periodic
 from marks import spread
 from test_eagle import saved
 from test_eagle3 import DATA
@@ -239,6 +242,12 @@ def test_real_caches_follow(
     assert sum(counted(c, "leaves") for c in trees[0]) > 20
     if name == "model":
         assert sum(counted(c, "leaves_kept") for c in trees[0]) > 2
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_replay_refuses_trees(spec: str) -> None:
+    with pytest.raises(SettingError, match=r"tree must be 0 in a replay.* got 1[26]"):
+        replay(periodic(3), spec, Costs.synthetic(5))
 
 
 def opened(costs: Costs, tree: int = 16) -> int:
