@@ -93,7 +93,7 @@ def test_unknown_names_and_keys_get_a_hint():
     ("spec", "message"),
     [
         ("bounded", "needs 'inner'"),
-        ("fixed(1,2)", "at most 1 settings"),
+        ("fixed(1,2,3)", "at most 2 settings"),
         ("fixed(1,length=2)", "'length' twice"),
         (5, "must be text or an instance of Controller, got 5"),
         (None, "must be text or an instance of Controller, got None"),
