@@ -31,7 +31,7 @@ from forerun.runtime.preview import _gguf, preview
 pytest.importorskip("gguf", reason="needs the package gguf: pip install 'forerun[gguf]'")
 pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
 
-from forerun.runtime.openvino import forms, load
+from forerun.runtime.openvino import blocks, forms, load
 from forerun.runtime.openvino import gguf as reading
 from forerun.runtime.openvino.blocks import rounds_inputs
 from forerun.runtime.openvino.executor import OpenVINOExecutor
@@ -129,6 +129,33 @@ def test_rows_chunks_and_prefixes_compute_the_same(file: Path) -> None:
     executor.keep([], [])
     executor.copy_in(0, 0, columns)
     assert np.abs(executor.run([20], [IDS[20:]], [1])[0, 0].numpy() - whole[-1]).max() <= tolerance
+
+
+@pytest.mark.skipif(not rounds_inputs(), reason="this CPU rounds no inputs")
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q4_K"])
+def test_loud_channels_are_not_rounded(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half the channels: the last layer's sums are less in error; no product loses anything."""
+    with torch.no_grad():
+        write(tmp_path / "tiny.gguf", "llama", kind)
+    parsed = read(tmp_path / "tiny.gguf")
+    runs: dict[tuple[int, tuple[int, int]], torch.Tensor] = {}
+    for group in (0, blocks.GROUP):
+        for loud in ((0, 0), (3, 5), (240, 240)):
+            monkeypatch.setattr(blocks, "LOUD", loud)
+            graph = attach(reading.graph_of(parsed))
+            executor = OpenVINOExecutor(graph, parsed.facts(), 1, group=group)
+            runs[group, loud] = executor.run([0], [IDS], [len(IDS)])[0]
+    exact = runs[0, (0, 0)]
+    for loud in ((3, 5), (240, 240)):
+        assert float((runs[0, loud] - exact).abs().max()) < 1e-4 * float(exact.abs().max())
+    without, some, most = (
+        float((runs[blocks.GROUP, loud] - exact).square().mean())
+        for loud in ((0, 0), (3, 5), (240, 240))
+    )
+    assert most < 0.7 * without
+    assert some < 1.05 * without
 
 
 def cache_type(executor: OpenVINOExecutor) -> str:

@@ -144,7 +144,7 @@ def _as_it_is(path: Path, options: _Options) -> OpenVINOExecutor:
         file = gguf.read(path)
         return store.Stored(graph_of_gguf(file), replace(file.facts(), executor="openvino"), None)
 
-    form = "signed" if rounds_inputs() else "as it is"
+    form = "signed, loud channels apart" if rounds_inputs() else "as it is"
     return _made(store.key(store.of_files(parts), form), make, str(path), options)
 
 
