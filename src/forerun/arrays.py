@@ -15,8 +15,7 @@ import torch
 from forerun.signals import float_type
 from forerun.types import Array
 
-BLOCK = 128
-"""Tokens whose weights are summed before it is known among which the drawn one is."""
+BLOCK = 128  # tokens whose weights are summed before it is known among which the drawn one is
 
 
 def on_host(values: torch.Tensor) -> Array:

@@ -161,8 +161,7 @@ class Costs:
             return self.plain
         beyond = max(drafted - len(self.passes), 0)
         judging = self.passes[drafted - beyond - 1] + beyond * self.widening
-        seconds: float = self.draft_seconds(drafted) + judging + self.fixed
-        return seconds
+        return self.draft_seconds(drafted) + judging + self.fixed
 
     def width(self, drafted: Sequence[int], rows: int) -> float:
         """Width of a pass of so many rows, some of which have drafted tokens to judge.

@@ -39,8 +39,7 @@ work grows with their square, ends after 20 ms and not after seconds of a locked
 class Grammar:
     """A constraint, compiled; made by `Grammars`. It may serve any number of requests."""
 
-    kind: str
-    """"json", "regex", "choice" or "lark"."""
+    kind: str  # "json", "regex", "choice" or "lark"
     _start: Any
     _eos: tuple[int, ...]
 

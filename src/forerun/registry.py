@@ -50,8 +50,7 @@ _CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None, "inf": math.inf}
 _WORDS |= {str(value): value for value in _WORDS.values()}
 WORDS = "str", "<class 'str'", "Literal", "typing.Literal"  # types of settings that are text
-Tokens = deque[tuple[str, str]]
-"""Kinds and texts of what is not read yet."""
+Tokens = deque[tuple[str, str]]  # kinds and texts of what is not read yet
 
 
 def parse(text: str) -> Spec:

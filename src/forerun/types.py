@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Array = Any
-"""A numpy array, or a torch tensor."""
+Array = Any  # A numpy array, or a torch tensor
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -69,23 +68,17 @@ class Token(NamedTuple):
     id: Any = None
     previous: Any = None
     """Id of the token before it, drafted or committed; -1 of the first one behind the prompt."""
-    top1: Any = None
-    """Probability of the most likely token, in (0, 1]."""
-    chosen: Any = None
-    """Probability of the drafted token, in [0, 1]."""
-    entropy: Any = None
-    """Shannon entropy in nats, in [0, log |V|]."""
-    normalized_entropy: Any = None
-    """Entropy over its maximum log |V|, in [0, 1]."""
+    top1: Any = None  # probability of the most likely token, in (0, 1]
+    chosen: Any = None  # probability of the drafted token, in [0, 1]
+    entropy: Any = None  # shannon entropy in nats, in [0, log |V|]
+    normalized_entropy: Any = None  # entropy over its maximum log |V|, in [0, 1]
     logit_margin: Any = None
     """Logit of the most likely token less that of the second, ≥ 0 (infinite if no other is
     possible)."""
-    softmax_margin: Any = None
-    """(P1 − P2) / P1 of the two highest probabilities, in [0, 1]."""
+    softmax_margin: Any = None  # (P1 − P2) / P1 of the two highest probabilities, in [0, 1]
     logit_variance: Any = None
     """Variance of the logits of all tokens that are possible, ≥ 0; not in traces."""
-    second: Any = None
-    """Id of the second most likely token; not in traces."""
+    second: Any = None  # id of the second most likely token; not in traces
 
 
 class RoundOutcome(NamedTuple):
@@ -95,15 +88,12 @@ class RoundOutcome(NamedTuple):
     `accept_prob` and `tokens` while i < `drafted`.
     """
 
-    drafted: Any
-    """Tokens really drafted (after clipping to the budget), ≥ 0."""
-    accepted: Any
-    """Drafted tokens the rule kept, `0 ≤ accepted ≤ drafted`."""
+    drafted: Any  # tokens really drafted (after clipping to the budget), ≥ 0
+    accepted: Any  # drafted tokens the rule kept, `0 ≤ accepted ≤ drafted`
     accept_prob: Sequence[Any] = ()
     """Probability (not the coin) of keeping each drafted token given that all before it were
     kept; at least `drafted` of them."""
-    stopped_by: Any = Stop.LIMIT
-    """A value of `Stop`."""
+    stopped_by: Any = Stop.LIMIT  # A value of `Stop`
     tokens: Sequence[Token] = ()
     """The drafted tokens in order, with what was shown of them; at least `drafted`, or none."""
     took: Any = 1.0
@@ -144,10 +134,8 @@ def _at(values: Array | None, index: list[int]) -> Array | None:
 class Draft:
     """What a drafter proposes for one round, in arrays of the host or of a GPU."""
 
-    tokens: Array
-    """`(rows, K)` int64 token ids, padded with 0 beyond `lengths`."""
-    lengths: Array
-    """`(rows,)` int64, `0 ≤ lengths ≤ K`."""
+    tokens: Array  # `(rows, K)` int64 token ids, padded with 0 beyond `lengths`
+    lengths: Array  # `(rows,)` int64, `0 ≤ lengths ≤ K`
     probs: Array | None = None
     """`(rows, K, V)` processed probabilities that the tokens were drawn with, all NaN where the
     draft's logits are those of no distribution; None means every token was certain (a one-hot
@@ -190,8 +178,7 @@ class Target:
 class Verdict:
     """What a rule keeps."""
 
-    accepted: Array
-    """`(rows,)` int64."""
+    accepted: Array  # `(rows,)` int64
     next_token: Array
     """`(rows,)` int64: the correction after a rejection, the bonus token otherwise."""
     accept_prob: Array

@@ -60,8 +60,7 @@ class AdaEDL(Threshold):
     def sure(self, state: AdaEDLState, signal: float) -> bool:
         """Whether the bound on the newest token's acceptance is high enough."""
         # Rounding can leave the entropy of a one-hot distribution a little below 0.
-        high: bool = 1 - sqrt(maximum(self.factor * signal, 0.0)) >= state.threshold
-        return high
+        return 1 - sqrt(maximum(self.factor * signal, 0.0)) >= state.threshold
 
     def observe(self, state: AdaEDLState, round: RoundOutcome) -> AdaEDLState:
         """Move the threshold towards the wanted acceptance rate."""

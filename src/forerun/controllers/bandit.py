@@ -71,8 +71,7 @@ class Bandit(LengthPolicy):
 
     def limit(self, state: BanditState) -> int:
         """The arm to play; the same state always plays the same."""
-        length: int = picked(self.arms, self._arm(state))
-        return length
+        return picked(self.arms, self._arm(state))
 
     def _arm(self, state: BanditState) -> int:
         """Its place among `arms`."""
@@ -86,8 +85,7 @@ class Bandit(LengthPolicy):
         score = where(
             state.pulls > 0, state.rewards / (n * state.most) + self.explore * radius, math.inf
         )
-        arm: int = score.argmax(0)
-        return arm
+        return score.argmax(0)
 
     def observe(self, state: BanditState, round: RoundOutcome) -> BanditState:
         played = np.equal.outer(np.arange(len(self.arms)), self._arm(state)) & round.teaches

@@ -17,16 +17,14 @@ def mechanism(value: Any, off: Any) -> Any:
 State = tuple[Any, ...]
 """What a policy knows of a request: a (named) tuple of numbers, of tuples of numbers, or of numpy
 arrays. `()` knows nothing."""
-Memo = Any
-"""What a policy keeps of the tokens drafted so far in a round: likewise, or None."""
+Memo = Any  # what a policy keeps of the tokens drafted so far in a round: likewise, or None
 
 
 class Controller:
     """What a request names: a length policy, whose own word is then taken, or a governor
     (`forerun.governors`) with the forecasts of one."""
 
-    summary: ClassVar[str]
-    """One line for lists: what it does."""
+    summary: ClassVar[str]  # one line for lists: what it does
     paper: ClassVar[str] = ""
     """Short citation, e.g. "Gautam et al. 2025 (GammaTune)"; empty if there is none."""
     bibtex: ClassVar[str] = ""
@@ -164,8 +162,7 @@ class Threshold(LengthPolicy):
     whether the newest token was good enough.
     """
 
-    signal: ClassVar[str]
-    """The field of `Token` it goes by."""
+    signal: ClassVar[str]  # the field of `Token` it goes by
     keep: bool = True  # whether the token at which the draft stopped stays in it
     stops_early: ClassVar[bool] = True
 
@@ -184,8 +181,7 @@ class Threshold(LengthPolicy):
 
     def trim(self, state: Any, memo: bool) -> int:
         """The unsure token, unless it is kept."""
-        trimmed: int = 0 if self.keep else where(memo, 0, 1)
-        return trimmed
+        return 0 if self.keep else where(memo, 0, 1)
 
 
 class Wrapper(LengthPolicy):

@@ -14,8 +14,7 @@ from forerun.types import Token
 class CMASDState(NamedTuple):
     """State of `CMASD`."""
 
-    two_pass: bool
-    """Whether the literal form runs."""
+    two_pass: bool  # whether the literal form runs
 
 
 class CMASDDraft(NamedTuple):
@@ -90,11 +89,9 @@ class CMASD(Confidence, LengthPolicy):
         if memo is None:
             return 0
         beyond = maximum(memo.tokens - self._length(memo), 0)
-        trimmed: int = where(state.two_pass, beyond, 0)
-        return trimmed
+        return where(state.two_pass, beyond, 0)
 
     def _length(self, drafted: CMASDDraft) -> int:
         # Rounding in a mean of ones must not cost a token.
         wanted = floor(self.alpha * drafted.total / drafted.tokens * self.high + 1e-9)
-        length: int = clip(wanted, self.low, self.high)
-        return length
+        return clip(wanted, self.low, self.high)

@@ -64,8 +64,7 @@ class ExLlamaEMA(LengthPolicy):
         gamma = clip(ceil(state.ema), 1, self.high)
         due = state.rounds - state.tried >= self.probe_interval
         resting = where(due, min(self.probe, self.high), 0)
-        limit: int = where(state.ema < self.skip_ema, resting, gamma)
-        return limit
+        return where(state.ema < self.skip_ema, resting, gamma)
 
     def observe(self, state: ExLlamaEMAState, round: RoundOutcome) -> ExLlamaEMAState:
         """Move the average to what was accepted."""

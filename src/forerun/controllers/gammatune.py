@@ -45,8 +45,7 @@ class Window(Persistent):
 
     def limit(self, state: GammaTuneState) -> int:
         """γ = ⌈γ̄⌉, or what the last round reached for."""
-        gamma: int = ceil(maximum(state.window, state.reach))
-        return gamma
+        return ceil(maximum(state.window, state.reach))
 
     def observe(self, state: GammaTuneState, round: RoundOutcome) -> GammaTuneState:
         """Move the window towards what was accepted, by the rule in `GammaTune`."""

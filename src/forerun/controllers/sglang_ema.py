@@ -81,8 +81,7 @@ class SGLangEMA(LengthPolicy):
         return SGLangEMAState(0, steps.index(self.length), float(first - 1), warm, warm)
 
     def limit(self, state: SGLangEMAState) -> int:
-        gamma: int = picked(self.steps, self._tier(state))
-        return gamma
+        return picked(self.steps, self._tier(state))
 
     def observe(self, state: SGLangEMAState, round: RoundOutcome) -> SGLangEMAState:
         """Move the average, and the tier when it is time."""
@@ -102,8 +101,7 @@ class SGLangEMA(LengthPolicy):
         """The tier in use: the next one where plain decoding has lasted an interval."""
         rested = state.rounds - state.resting >= self.update_interval
         probe = rested & (picked(self.steps, state.tier) == 0)
-        tier: int = minimum(state.tier + probe, len(self.steps) - 1)
-        return tier
+        return minimum(state.tier + probe, len(self.steps) - 1)
 
     def _moved(self, tier: int, ema: float) -> int:
         """The tier the average calls for."""
@@ -112,5 +110,4 @@ class SGLangEMA(LengthPolicy):
         for below in self.steps[:-1]:
             down = down + (ema > (below - 0.5 if below else 0.5) + self.down_hysteresis)
             up = up + (ema > below - 0.5 + self.up_hysteresis)
-        moved: int = where(down < tier, down, maximum(tier, up))
-        return moved
+        return where(down < tier, down, maximum(tier, up))

@@ -24,8 +24,7 @@ class LogOdds(NamedTuple):
         return z if token.chosen is None else z + self.per_chosen * token.chosen
 
     def following(self, token: Token) -> float:
-        z: float = self.next_constant + self.per_newest * token.logit_margin
-        return z
+        return self.next_constant + self.per_newest * token.logit_margin
 
 
 GREEDY = LogOdds(-0.44, 1.37, 0.0, 1.23, 0.70, 0.35)
@@ -120,8 +119,7 @@ class Survival(Forecaster):
             guess = by.following(token)
         shift = state.shift + miss / (weight + self.weight)
         learned = state._replace(shift=shift, weight=weight)
-        after: SurvivalState = select(count > 0, learned, state)
-        return after
+        return select(count > 0, learned, state)
 
     def _counts(self, state: SurvivalState, round: RoundOutcome) -> tuple[float, ...]:
         """What the state counts of first and later tokens, with one more round."""

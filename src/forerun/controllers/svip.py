@@ -43,5 +43,4 @@ class SVIP(Threshold):
     def sure(self, state: State, signal: float) -> bool:
         """Whether the newest token's distribution was certain enough."""
         # Rounding can leave the entropy of a one-hot distribution a little below 0.
-        certain: bool = sqrt(maximum(self.factor * signal, 0.0)) <= self.threshold
-        return certain
+        return sqrt(maximum(self.factor * signal, 0.0)) <= self.threshold

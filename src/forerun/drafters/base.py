@@ -21,16 +21,14 @@ if TYPE_CHECKING:
 
 Texts = Sequence[list[int] | None]
 """Per row the committed text to draft from; None for rows that do not draft this round."""
-Prompts = Sequence[Sequence[int]]
-"""Token ids by row."""
+Prompts = Sequence[Sequence[int]]  # token ids by row
 
 
 @dataclass
 class Proposal:
     """What a drafter proposes for one round. Lists are per row."""
 
-    tokens: list[list[int]]
-    """Token ids, at most as many as were asked for."""
+    tokens: list[list[int]]  # token ids, at most as many as were asked for
     stopped_by: list[Stop | None]
     """Why the drafter ended a row's draft before its limit; None where it did not: a draft that is
     shorter than its limit is then taken to be exhausted."""
@@ -55,8 +53,7 @@ class Proposal:
     """Rows whose first tokens are of their request's constraint, and how many are."""
     steps: int = 0
     """Steps of the drafter; of one without a model, as many as tokens in its longest draft."""
-    first_seconds: float = 0.0
-    """Seconds of the first of these, with all that was read before it."""
+    first_seconds: float = 0.0  # seconds of the first of these, with all that was read before it
     free: set[int] = field(default_factory=set)
     """In a chain, rows whose drafts are of the drafter without a model."""
     free_steps: int = 0
@@ -98,8 +95,7 @@ class Proposal:
 class Step:
     """What may come next in each row: a distribution, or what is needed of one."""
 
-    logits: torch.Tensor | None = None
-    """`(rows, V)` raw logits over the target's vocabulary."""
+    logits: torch.Tensor | None = None  # `(rows, V)` raw logits over the target's vocabulary
     best: Best | None = None
     """The most likely token of each row, one column; enough where all rows decode greedily."""
     ended: Sequence[Stop | None] | None = None
@@ -115,8 +111,7 @@ class StepContext(Protocol):
     Drafters that propose whole blocks need none of it; step by step, `stepping` uses it.
     """
 
-    clock: Callable[[], float]
-    """Seconds, as the engine takes them."""
+    clock: Callable[[], float]  # seconds, as the engine takes them
     greedy: frozenset[str] | None
     """If `Step.best` is enough: the fields of `Signals` wanted with it. Else None."""
 
@@ -176,16 +171,13 @@ class Drafter(ABC):
     """Whether tokens come with a distribution; rules that read it need one."""
     blind: bool = False
     """Whether governors decide how far it drafts before they see what it says of its tokens."""
-    ahead: int = 0
-    """Tokens of a row alone that a pass of its own writes; 0: each step is a pass."""
-    seconds: float = 0.0
-    """Wall time spent in model forward passes so far."""
+    ahead: int = 0  # tokens of a row alone that a pass of its own writes; 0: each step is a pass
+    seconds: float = 0.0  # wall time spent in model forward passes so far
     caches: Sequence[Rows] = ()
     """Rows of its own that follow the engine's, for prefixes to be copied from and into."""
     model: Rows | None = None
     """A model of its own whose passes over tokens are its steps, if they need nothing else."""
-    hears: bool = False
-    """Whether it is told what the target said; see `hear`."""
+    hears: bool = False  # whether it is told what the target said; see `hear`
     shares_layers: bool = False
     """Whether its steps run layers of the target, which the pass behind them leaves out."""
     target: Rows | None = None
@@ -297,8 +289,7 @@ class DrafterSpec(ABC):
     """The settings of a drafter: a frozen dataclass, built before any model is loaded; its
     annotations say what they may be (`checks.check`)."""
 
-    kind: ClassVar[str] = "drafter"
-    """Its name, in messages."""
+    kind: ClassVar[str] = "drafter"  # its name, in messages
     summary: ClassVar[str]
     paper: ClassVar[str] = ""
     bibtex: ClassVar[str] = ""

@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 
 from forerun.errors import ModelError, require
 
-SORTED = 32
-"""Tokens by which occurrences are sorted: the longest run that can be looked up."""
+SORTED = 32  # tokens by which occurrences are sorted: the longest run that can be looked up
 SCHEMA = "1"
-_END = np.uint32(0xFFFFFFFF)
-"""Between two texts; no token."""
+_END = np.uint32(0xFFFFFFFF)  # between two texts; no token
 
 
 class Datastore:

@@ -29,8 +29,7 @@ from forerun.runtime.states import States
 from forerun.runtime.support import check_decoder_only
 from forerun.runtime.trees import Parents
 
-HEADS = Path(__file__).parent / "heads"
-"""Heads that ship, by the hashes of tokenizer and target."""
+HEADS = Path(__file__).parent / "heads"  # heads that ship, by the hashes of tokenizer and target
 
 
 class EagleDrafter(RowsDrafter):

@@ -36,10 +36,8 @@ REFUSED = {
 class Contents(NamedTuple):
     """What a folder or a file that is named as a draft holds."""
 
-    spec: DrafterSpec
-    """The drafter."""
-    about: str
-    """What it is, in a few words."""
+    spec: DrafterSpec  # the drafter
+    about: str  # what it is, in a few words
 
 
 def contents_of(path: str) -> Contents:

@@ -33,8 +33,7 @@ class KangarooDrafter(SpecBoundDrafter):
         least = 0.0 if keep else threshold
         super().__init__(rows, Unembedding(access), (adapter.depth,), least, 0.0, most)
         self._least = threshold if keep else 0.0
-        self._unsure: set[int] = set()
-        """Rows whose newest token is the last of their draft."""
+        self._unsure: set[int] = set()  # rows whose newest token is the last of their draft
 
     def ratio(self, target: Rows) -> float:
         """Layers of the target over those below the adapter, which counts as one."""

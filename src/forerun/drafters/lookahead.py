@@ -8,10 +8,8 @@ from forerun.checks import Count, Within
 from forerun.drafters.base import Drafter, DrafterSpec, Prompts
 from forerun.drafters.free import FreeDrafter
 
-Run = tuple[int, ...]
-"""Tokens that follow each other."""
-STRIDE = 40503
-"""Spreads the places of the text from which guesses begin: neighbours differ."""
+Run = tuple[int, ...]  # tokens that follow each other
+STRIDE = 40503  # spreads the places of the text from which guesses begin: neighbours differ
 
 
 @dataclass
@@ -24,10 +22,8 @@ class _LookaheadRow:
     """By place what the target last said there, behind the tokens that led to it."""
     drafted: list[Run] = field(default_factory=list)
     """What the target said at the tokens drafted last, behind the tokens that led to it."""
-    begin: int = 0
-    """Place of the first of these."""
-    covered: int = 0
-    """Tokens of the text whose n-grams are in the pool."""
+    begin: int = 0  # place of the first of these
+    covered: int = 0  # tokens of the text whose n-grams are in the pool
 
 
 class LookaheadDrafter(FreeDrafter):

@@ -20,12 +20,9 @@ from forerun.drafters.suffix import SuffixDrafter
 from forerun.errors import ModelError
 from forerun.runtime.base import Rows
 
-TABLES = Path(__file__).parent / "tables"
-"""Tables that ship."""
-MOST_GROWN = 1 << 17
-"""Most entries of a table that grows: 1 MiB."""
-SAVED_EVERY = 4096
-"""Tokens learned between two writes of its file."""
+TABLES = Path(__file__).parent / "tables"  # tables that ship
+MOST_GROWN = 1 << 17  # most entries of a table that grows: 1 MiB
+SAVED_EVERY = 4096  # tokens learned between two writes of its file
 
 
 class GrowingTable:

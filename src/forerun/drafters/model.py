@@ -26,8 +26,7 @@ from forerun.runtime.load import load_tokenizer
 from forerun.runtime.runtimes import RuntimeSpec, Source, TorchRuntime
 from forerun.runtime.trees import Parents
 
-STAND_IN = 0
-"""What a draft reads for an id it lacks."""
+STAND_IN = 0  # what a draft reads for an id it lacks
 
 
 class ModelDrafter(RowsDrafter):
@@ -181,8 +180,7 @@ def check_encoders(target: Rows, draft: Rows, name: str) -> None:
         )
 
 
-SAMPLE = "Words, 123 words; äöü\n\tand MORE."
-"""Two tokenizers that agree on this agree on the rest."""
+SAMPLE = "Words, 123 words; äöü\n\tand MORE."  # two tokenizers that agree on this agree on the rest
 
 
 def difference(target: Any, draft: Any) -> str:

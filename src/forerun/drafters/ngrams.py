@@ -14,10 +14,8 @@ from forerun.cache import replacing
 from forerun.errors import ModelError
 
 SCHEMA = "1"
-ORDER = 4
-"""Tokens of the longest context."""
-TOKEN_BITS, COUNT_BITS = 18, 5
-"""Of an entry; the other 36 are a hash of its context."""
+ORDER = 4  # tokens of the longest context
+TOKEN_BITS, COUNT_BITS = 18, 5  # of an entry; the other 36 are a hash of its context
 VALUE_BITS = TOKEN_BITS + 2 * COUNT_BITS
 MOST_TOKENS, MOST_COUNT = 1 << TOKEN_BITS, (1 << COUNT_BITS) - 1
 MULTIPLIER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -29,8 +27,7 @@ MISS_WEIGHT = 1.6
 UNSEEN, OTHER = 0.01, 0.1
 """Probability of a token without any context, and share of what a context leaves to others that one
 of them gets; only for what to keep."""
-RECENT = 8.0
-"""Hits that being the newest entry makes up for, where room is short."""
+RECENT = 8.0  # hits that being the newest entry makes up for, where room is short
 
 Column = NDArray[np.uint64]
 
@@ -39,8 +36,7 @@ class Guess(NamedTuple):
     """What is expected to come next."""
 
     token: int
-    probability: float
-    """Estimated from counts, in (0, 1)."""
+    probability: float  # estimated from counts, in (0, 1)
 
 
 class NGrams:
@@ -230,8 +226,7 @@ class _Counts(NamedTuple):
     """Contexts of one length, ascending, and their most frequent followers."""
 
     contexts: Column
-    shorter: Column
-    """The contexts without their first token."""
+    shorter: Column  # the contexts without their first token
     tokens: Column
     hits: NDArray[np.float64]
     misses: NDArray[np.float64]

@@ -16,12 +16,9 @@ from forerun.types import Stop
 if TYPE_CHECKING:
     from forerun.drafters.eagle import EagleDrafter
 
-LEAST_SHARE = 0.5
-"""Of a draft's tokens that its target must have, too, if it drafts by these."""
-TAIL = 8
-"""Tokens before a draft that are encoded with it: a token may begin in the text."""
-BROKEN = "\ufffd"
-"""What a decoder says for a character that is cut."""
+LEAST_SHARE = 0.5  # of a draft's tokens that its target must have, too, if it drafts by these
+TAIL = 8  # tokens before a draft that are encoded with it: a token may begin in the text
+BROKEN = "\ufffd"  # what a decoder says for a character that is cut
 
 
 class RetokenizedDrafter(RowsDrafter):
@@ -35,8 +32,7 @@ class RetokenizedDrafter(RowsDrafter):
         # Not among `caches`: what its rows hold is not cut as the target's is.
         self.rows, self.limit, self._vocab = rows, rows.limit, vocab_size
         self._target, self._tokenizer = target, own
-        self._held: list[list[int]] = []
-        """Per row what the draft has read."""
+        self._held: list[list[int]] = []  # per row what the draft has read
 
     def join(self, prompts: Prompts, room: int, sources: Prompts | None = None) -> None:
         super().join(prompts, room)

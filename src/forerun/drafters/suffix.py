@@ -9,8 +9,7 @@ from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.free import FreeDrafter
 from forerun.drafters.ngrams import Guess, NGrams, follow
 
-MOST_PLACES = 32
-"""Newest earlier occurrences of a token, or of a pair, that are looked at."""
+MOST_PLACES = 32  # newest earlier occurrences of a token, or of a pair, that are looked at
 MISS_WEIGHT = 2.4
 """Hits that a miss outweighs, and"""
 PRIOR, PRIOR_EXPONENT = 3.0, 1.5

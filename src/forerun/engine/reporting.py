@@ -13,8 +13,7 @@ from forerun.engine.results import Completion, Event, Round
 from forerun.engine.row import Row
 from forerun.types import Stop
 
-BEHIND = 8
-"""Tokens that a step may feed on top of the newest one and still count as a step."""
+BEHIND = 8  # tokens that a step may feed on top of the newest one and still count as a step
 NOTHING = Round(0, 0, 0, Stop.LIMIT, 0.0, 0.0, 0.0)  # of a request that ended before its first
 
 

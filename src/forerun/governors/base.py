@@ -46,10 +46,8 @@ class Outcome(NamedTuple):
 class Plan(ABC):
     """What a governor decides in one round."""
 
-    most: list[int]
-    """Per seat the most tokens to draft; 0 is plain decoding."""
-    tree: int = 0
-    """Most nodes of a tree, those drafted among them; see `Controller.tree`."""
+    most: list[int]  # per seat the most tokens to draft; 0 is plain decoding
+    tree: int = 0  # most nodes of a tree, those drafted among them; see `Controller.tree`
 
     @abstractmethod
     def go(self, chances: Sequence[Chance | None]) -> list[bool]:

@@ -30,12 +30,10 @@ PRIOR, NOTHING = np.array([0.75, 0.05]), 1e-6
 was timed once: dear, so that the first draft is a token. And the least that they add."""
 HELD_UP = 4.0
 """Tokens' time that a step is booked for at most beyond its costs, divided among its rows."""
-PLAINLY = "fixed(0)"
-"""What a request is under whose policy failed."""
+PLAINLY = "fixed(0)"  # what a request is under whose policy failed
 PLAIN, PARTS = (0, 0), 4
 """The kind of a step without drafts, and of a token that means of judged ones are rounded to."""
-Shape = tuple[int, int]
-"""Rows, and the power of two that their context reaches."""
+Shape = tuple[int, int]  # rows, and the power of two that their context reaches
 Kinds = dict[tuple[int, int], deque[float]]
 """Seconds of steps by the tokens that they draft, and parts of tokens that they judge."""
 

@@ -30,12 +30,9 @@ class ComparedRow(NamedTuple):
     """One greedy row's draft beside the target's arg-maxes, before its rule has a say."""
 
     drafted: Sequence[int]
-    best: Sequence[int]
-    """The target's arg-max at every drafted position, and maybe behind."""
-    accepted: int
-    """Drafted tokens before the first that is not the arg-max."""
-    gap: float
-    """In nats between the target's arg-max and that token; infinite if there is none."""
+    best: Sequence[int]  # the target's arg-max at every drafted position, and maybe behind
+    accepted: int  # drafted tokens before the first that is not the arg-max
+    gap: float  # in nats between the target's arg-max and that token; infinite if there is none
     draft_entropy: Callable[[int], float]
     """In nats, of the draft at temperature 1 at an accepted place, if rules read it."""
 
@@ -49,19 +46,16 @@ class AcceptanceRule(ABC):
     token would come from such logits of the target has failed (`Verdict.failed`).
     """
 
-    summary: ClassVar[str]
-    """One line for lists: what it does."""
-    paper: ClassVar[str] = ""
-    """Short citation; empty if there is none."""
+    summary: ClassVar[str]  # one line for lists: what it does
+    paper: ClassVar[str] = ""  # short citation; empty if there is none
     bibtex: ClassVar[str] = ""
     """BibTeX entries, or their keys in `citations.bib`."""
-    lossless: ClassVar[bool]
+    lossless: ClassVar[bool] = False
     """Whether the output has exactly the target's distribution, whatever the draft."""
     matches_greedy: ClassVar[bool] = False
     """Whether all it does under greedy decoding is to keep tokens while they are the target's
     arg-max, so that only arg-maxes need be known; of others, `may_overrule` is asked."""
-    greedy_only: ClassVar[bool] = False
-    """Whether requests that sample are refused."""
+    greedy_only: ClassVar[bool] = False  # whether requests that sample are refused
     gumbel_max: ClassVar[bool] = False
     """Whether they get noise of their seed's, and all that is drawn is an arg-max."""
 
@@ -234,8 +228,6 @@ class WrappedRule(PositionRule):
     """
 
     rule: AcceptanceRule
-
-    lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

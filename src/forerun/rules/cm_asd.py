@@ -42,7 +42,6 @@ class CMASDRule(Confidence, PositionRule):
     summary: ClassVar[str] = "keep near-best tokens, by a margin that follows the confidence"
     paper: ClassVar[str] = "Sen et al. 2025 (CM-ASD)"
     bibtex: ClassVar[str] = "cmasd2025"
-    lossless: ClassVar[bool] = False
 
     @property
     def reads_draft(self) -> bool:

@@ -36,7 +36,6 @@ class EARS(PositionRule):
     summary: ClassVar[str] = "standard, with a tolerance where the target is unsure"
     paper: ClassVar[str] = "Sun et al. 2025 (EARS)"
     bibtex: ClassVar[str] = "ears2025"
-    lossless: ClassVar[bool] = False
     matches_greedy: ClassVar[bool] = True
 
     def weigh(self, odds: Odds) -> Weighed:

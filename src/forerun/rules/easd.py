@@ -55,7 +55,6 @@ class EASD(PositionRule):
     summary: ClassVar[str] = "standard, but reject what both models are unsure of"
     paper: ClassVar[str] = "Su et al. 2025 (EASD)"
     bibtex: ClassVar[str] = "easd2025"
-    lossless: ClassVar[bool] = False
 
     @property
     def has_bonus(self) -> bool:

@@ -25,7 +25,6 @@ class Ensemble(PositionRule):
     summary: ClassVar[str] = "sample from a mixture of target and draft"
     paper: ClassVar[str] = "Wang et al. 2026 (DIVERSED)"
     bibtex: ClassVar[str] = "diverse2026"
-    lossless: ClassVar[bool] = False
     matches_greedy: ClassVar[bool] = True
 
     def weigh(self, odds: Odds) -> Weighed:

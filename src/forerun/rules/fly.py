@@ -33,7 +33,6 @@ class FLy(PositionRule):
     summary: ClassVar[str] = "forgive a greedy mismatch at high entropy if the next tokens match"
     paper: ClassVar[str] = "Li et al. 2025 (FLy)"
     bibtex: ClassVar[str] = "fly2025"
-    lossless: ClassVar[bool] = False
 
     def weigh(self, odds: Odds) -> Weighed:
         """`standard`, and 1 where a greedy mismatch is forgiven."""

@@ -34,14 +34,10 @@ from forerun.types import Array, Draft, Target
 class View:
     """Probabilities of some tokens at every drafted position: of the drafted ones, or of all."""
 
-    target: Array
-    """`(rows, K, n)` the target's, processed; greedy rows are one-hot."""
-    draft: Array
-    """`(rows, K, n)` the draft's, processed."""
-    ratio: Array
-    """`(rows, K, n)` `min(1, target / draft)`."""
-    logits: Array
-    """`(rows, K, n)` the target's processed logits, also in greedy rows."""
+    target: Array  # `(rows, K, n)` the target's, processed; greedy rows are one-hot
+    draft: Array  # `(rows, K, n)` the draft's, processed
+    ratio: Array  # `(rows, K, n)` `min(1, target / draft)`
+    logits: Array  # `(rows, K, n)` the target's processed logits, also in greedy rows
 
 
 Chance = Callable[["Odds", View], Array]
@@ -53,8 +49,7 @@ clipped)."""
 class Weighed:
     """A rule's opinion of every drafted position, each given that all before it were kept."""
 
-    accept: Array
-    """`(rows, K)` probability of keeping the drafted token."""
+    accept: Array  # `(rows, K)` probability of keeping the drafted token
     drift: Callable[[Odds], Array] | None = None
     """Of odds taken from these (`Odds.take`), or of these themselves, `(rows, K)` as in `Verdict`;
     only judged positions have any, so only of those it is computed. None is 0."""
@@ -401,8 +396,7 @@ class Odds:
         return self.lib.where(greedy, one, other)
 
 
-OVERLAPPED = 5
-"""Ranks of which a trace knows how many both models share."""
+OVERLAPPED = 5  # ranks of which a trace knows how many both models share
 CARRIED = frozenset((
     "_best", "_target_token", "_draft_token", "match", "ratio", "top", "best_logit",
     "target_entropy", "draft_entropy", "raw_entropy", "raw_draft_entropy", "overlap", "rank",

@@ -35,7 +35,6 @@ class Priced(PositionRule):
     horizon: Annotated[int, Within(2)] = 8
 
     summary: ClassVar[str] = "standard, lenient where that saves rounds, at a price"
-    lossless: ClassVar[bool] = False
     matches_greedy: ClassVar[bool] = True
 
     def weigh(self, odds: Odds) -> Weighed:

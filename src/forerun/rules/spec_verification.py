@@ -31,7 +31,6 @@ class SpecVerification(PositionRule):
     summary: ClassVar[str] = "keep a token of the target's top ranks, close enough to its best"
     paper: ClassVar[str] = "Xia et al. 2023 (SpecDec)"
     bibtex: ClassVar[str] = "specdec2023"
-    lossless: ClassVar[bool] = False
 
     def weigh(self, odds: Odds) -> Weighed:
         return within(odds, self.top, self.tau)
@@ -41,8 +40,7 @@ class SpecVerification(PositionRule):
         return compared.gap <= self.tau + SLACK
 
 
-SLACK = 1e-3
-"""Nats by which a gap, or an entropy, computed by other means may differ."""
+SLACK = 1e-3  # nats by which a gap, or an entropy, computed by other means may differ
 
 
 def within(

@@ -30,7 +30,6 @@ class Typical(PositionRule):
     summary: ClassVar[str] = "keep what is likely enough for the target's own uncertainty"
     paper: ClassVar[str] = "Cai et al. 2024 (Medusa)"
     bibtex: ClassVar[str] = "medusa2024"
-    lossless: ClassVar[bool] = False
 
     def weigh(self, odds: Odds) -> Weighed:
         def chance(at: Odds, view: View) -> Array:

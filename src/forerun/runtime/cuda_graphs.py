@@ -72,8 +72,7 @@ class CudaGraphExecutor(CachedExecutor):
     """
 
     trees = True
-    cache: RowCache
-    """The last column belongs to padding: what it writes there no token sees."""
+    cache: RowCache  # the last column belongs to padding: what it writes there no token sees
 
     def __init__(
         self, model: Any, compile: bool = False, capture: Callable[..., Any] = Graph
@@ -246,14 +245,13 @@ class CudaGraphExecutor(CachedExecutor):
             return attention.folded_mask(seen, self._groups)
 
         self.cache.place(places, columns)
-        logits: torch.Tensor = self.model(
+        return self.model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=attention.mask_of(self._windows, mask),
             logits_to_keep=kept,
             **self._cached,
         ).logits
-        return logits
 
 
 def _by_width(counts: Sequence[int]) -> list[list[int]]:

@@ -24,14 +24,12 @@ from forerun.runtime.states import States
 from forerun.runtime.trees import Parents
 
 KIND = "eagle"
-HEAD = 64
-"""Width of an attention head."""
+HEAD = 64  # width of an attention head
 EPS = 1e-5
 ROTARY = tuple(10_000.0 ** (-2 * i / HEAD) for i in range(HEAD // 2))
 """Radians per place by which pairs turn."""
 
-WHOLE = 1 << 30
-"""A span that leaves nothing out."""
+WHOLE = 1 << 30  # A span that leaves nothing out
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of queries to keys and values, `(n, heads, tokens, width)` each, and its result."""
@@ -75,8 +73,7 @@ class StateHead(nn.Module, ABC):
     token_bytes: int  # of its keys and values
     first: int = 0
     """Place of the first token that others see: 1 if none is read that has no state before it."""
-    span: int = WHOLE
-    """Tokens of a prompt that it reads, its last ones."""
+    span: int = WHOLE  # tokens of a prompt that it reads, its last ones
 
     def __init__(self, form: HeadForm, read: int) -> None:
         super().__init__()
@@ -191,8 +188,7 @@ class EagleHead(StateHead):
 
     def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
         parts = rms(states.float().unflatten(-1, (depths, -1)))
-        out: torch.Tensor = self.fuse(parts.flatten(-2))
-        return out
+        return self.fuse(parts.flatten(-2))
 
     def entered(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The projection of token and state, and its norm."""
@@ -267,8 +263,7 @@ class MtpHead:
 
     def fused(self, states: torch.Tensor, depths: int) -> torch.Tensor:
         """`(..., H)` of the target's last states: what its head reads, behind the final norm."""
-        out: torch.Tensor = self._norm(states)
-        return out
+        return self._norm(states)
 
     def run(
         self,
@@ -292,8 +287,7 @@ class MtpHead:
         return model.shared_post_norm(x) if model.use_shared_post_norm else x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._model._project_to_logits(x)
-        return out
+        return self._model._project_to_logits(x)
 
 
 def _mtp_layers(model: Any) -> Any:

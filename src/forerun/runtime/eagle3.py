@@ -20,8 +20,7 @@ from forerun.runtime.packing import dense
 CONFIG, SPAN = "config.json", "prompt_span"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Variants of the layer, as both layouts name them; false where a file does not say."""
-LAYERS = ("llama", "qwen3")
-"""Model types of which the layer may be."""
+LAYERS = ("llama", "qwen3")  # model types of which the layer may be
 TURNS = ("default", "linear", "llama3", "yarn")
 """Rotary positions that are the same in contexts of all lengths."""
 NAMES = {
@@ -43,8 +42,7 @@ JOINED = {
     "gate_up.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
 }
 """Tensors that are one here."""
-ASIDE = ("verifier_", "t2d", "rotary_emb.")
-"""Beginnings of tensors that drafting does not need."""
+ASIDE = ("verifier_", "t2d", "rotary_emb.")  # beginnings of tensors that drafting does not need
 
 
 class Eagle3Head(StateHead):
@@ -76,8 +74,7 @@ class Eagle3Head(StateHead):
             parts = depths if "fc_norm" in self.flags else 1
             normed = rms(states.unflatten(-1, (parts, -1)), self.form.eps).flatten(-2)
             states = normed * self.fuse_norm.weight
-        out: torch.Tensor = self.fuse(states)
-        return out
+        return self.fuse(states)
 
     def entered(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The state; token and state side by side, normed."""
@@ -87,8 +84,7 @@ class Eagle3Head(StateHead):
         return x, torch.cat([token, state], -1)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.unembedding(x if self.form.norm_output else self.norm(x))
-        return out
+        return self.unembedding(x if self.form.norm_output else self.norm(x))
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

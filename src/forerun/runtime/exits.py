@@ -324,8 +324,7 @@ class Adapter(torch.nn.Module):
         cache: Any = None,
     ) -> torch.Tensor:
         """`(n, width, H)` states for `LayerAccess.unembed`; as `LayerAccess.run`."""
-        out: torch.Tensor = self.norm(access.call([self.layer], hidden, mask, positions, cache))
-        return out
+        return self.norm(access.call([self.layer], hidden, mask, positions, cache))
 
 
 def adapter_rows(model: Any, folder: str | Path) -> Rows:

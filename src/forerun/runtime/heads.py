@@ -21,8 +21,7 @@ from forerun.runtime.packing import dense, linear, packed
 from forerun.runtime.states import check_depths
 
 EXITS, MEDUSA = "exits", "medusa"
-FORM = "light"
-"""What `draft.json` calls exit heads of this form."""
+FORM = "light"  # what `draft.json` calls exit heads of this form
 UNEMBEDDING = "unembedding"
 
 

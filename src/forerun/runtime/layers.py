@@ -17,8 +17,7 @@ from forerun.runtime.packing import dense, linear, packed
 from forerun.runtime.states import decoder_layers
 from forerun.runtime.support import PROBE_TOLERANCE
 
-NORMS = ("norm", "ln_f", "final_layer_norm")
-"""Names of the norm behind the last layer."""
+NORMS = ("norm", "ln_f", "final_layer_norm")  # names of the norm behind the last layer
 _SECOND_NORMS = ("post_attention_layernorm", "ln_2")  # before the feed-forward part
 
 Unembedding = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias of some tokens
@@ -138,13 +137,11 @@ class LayerAccess:
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm of hidden states `(..., H)`: what the model's own head reads."""
-        normed: torch.Tensor = self._norm(hidden)
-        return normed
+        return self._norm(hidden)
 
     def unembed(self, hidden: torch.Tensor, rows: Unembedding | None = None) -> torch.Tensor:
         """Logits `(..., V)` of hidden states that are normed already; `rows` as in `logits`."""
-        logits: torch.Tensor = self._head(hidden) if rows is None else linear(hidden, *rows)
-        return logits
+        return self._head(hidden) if rows is None else linear(hidden, *rows)
 
     def bare(self, depth: int) -> tuple[Any, Any]:
         """Copies of what an adapter over depth `depth` < L begins as: the layer that follows there

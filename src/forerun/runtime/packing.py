@@ -61,8 +61,7 @@ class PackedLinear(nn.Module):
             setattr(made, name, size)
         made.weight = nn.Parameter(dense(self.weight).clone(memory_format=torch.contiguous_format))
         made.bias = None if self.bias is None else nn.Parameter(self.bias.detach().clone())
-        out: nn.Module = made.train(self.training)
-        return out
+        return made.train(self.training)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = dense(self.weight).contiguous()
@@ -95,8 +94,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """As `F.linear`, with weights that may be packed."""
     if not weight.is_mkldnn or (x.requires_grad and torch.is_grad_enabled()):
         return F.linear(x, dense(weight), bias)
-    out: torch.Tensor = _OPS._linear_pointwise(x, weight, bias, "none", [], "")
-    return out
+    return _OPS._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:

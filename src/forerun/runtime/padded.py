@@ -16,8 +16,7 @@ from forerun.runtime.support import context_limit, end_of_text
 from forerun.runtime.trees import Parents, trees_of
 
 TOGETHER = 32  # padded tokens per row that a pass may waste
-Pick = Callable[[torch.Tensor], torch.Tensor]
-"""Of `(rows, width, ...)` to `(rows, wanted, ...)`."""
+Pick = Callable[[torch.Tensor], torch.Tensor]  # of `(rows, width, ...)` to `(rows, wanted, ...)`
 
 
 class PaddedPass(NamedTuple):

@@ -67,10 +67,9 @@ class TorchExecutor(PaddedExecutor):
 
     def _logits(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
         """Of `(n, width)` tokens at positions."""
-        logits: torch.Tensor = self.model(
+        return self.model(
             input_ids=ids, position_ids=positions, attention_mask=mask, **self._cached
         ).logits
-        return logits
 
     def _positions(self, starts: Sequence[int], width: int) -> torch.Tensor:
         if (end := max(starts) + width) > len(self._places):

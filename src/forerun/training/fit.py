@@ -301,10 +301,7 @@ def trainer(target: Rows, settings: TrainingSettings, texts: Sequence[Any]) -> T
     """A draft of the kind of the settings, as it begins; `SettingError` if the target does not
     allow these, `UnsupportedModelError` if no such draft can be made for it."""
     module, name = TRAINERS[settings.kind].split(":")
-    made: Training[Any] = getattr(import_module(f"forerun.training.{module}"), name)(
-        target, settings, texts
-    )
-    return made
+    return getattr(import_module(f"forerun.training.{module}"), name)(target, settings, texts)
 
 
 def layers_of_target(target: Rows, kind: str) -> LayerAccess:

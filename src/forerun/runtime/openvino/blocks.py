@@ -30,12 +30,9 @@ from forerun.runtime.openvino.ports import before, replace
 GROUP = 16
 """Inputs of a product that share a scale when they are rounded: the smallest block of a file
 (Q6_K's; others have 32). SmolLM2 takes as long with 32, and Q6_K is not rounded then."""
-LOUD = 3, 5
-"""Channels that are not rounded, of layers and of the head."""
-_QUIET = np.float32(2**-20)
-"""What they are multiplied by where inputs are rounded."""
-_CENTRES = {ov.Type.u4: 8, ov.Type.i8: 16}
-"""c by the type that blocks come in: of 4 bits, and of 5."""
+LOUD = 3, 5  # channels that are not rounded, of layers and of the head
+_QUIET = np.float32(2**-20)  # what they are multiplied by where inputs are rounded
+_CENTRES = {ov.Type.u4: 8, ov.Type.i8: 16}  # c by the type that blocks come in: of 4 bits, and of 5
 
 
 @cache

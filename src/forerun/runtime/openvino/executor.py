@@ -26,8 +26,7 @@ from forerun.runtime.openvino.store import let_go
 from forerun.runtime.states import States
 from forerun.runtime.trees import Parents
 
-FIRST_BLOCKS = 16
-"""Blocks of a new pool; it doubles when it runs out."""
+FIRST_BLOCKS = 16  # blocks of a new pool; it doubles when it runs out
 LARGEST_LOGITS = 256 << 20
 """Bytes of logits that `best` has of one pass, as long as one row's are fewer: 64 rows that judge
 15 tokens each over a vocabulary of 150,000 would have 614 MB."""
@@ -92,10 +91,8 @@ class OpenVINOExecutor(Executor):
         self.threads = threads or torch.get_num_threads()
         self.group = GROUPS.get(facts.precision, GROUP) if group is None else group
         self._again, self._least, self._narrow = again or graph.clone, least, narrow
-        self.entry: str | None = None
-        """Of the store, whose file the graph's weights are in."""
-        self.memory: Any = None
-        """What must live as long, as the graph reads its memory."""
+        self.entry: str | None = None  # of the store, whose file the graph's weights are in
+        self.memory: Any = None  # what must live as long, as the graph reads its memory
         self.given: list[torch.Tensor] = []
         """`(tokens, ≤ D)` of each fed row what the next pass reads beside its tokens, if the graph
         has `GIVEN`; where these are fewer numbers, zeros are the others."""

@@ -48,8 +48,7 @@ SIZES = (1, 4, 5, 8), (12, 16)
 TILES = 5, 10, 16
 """Tokens up to which a pass in parts fills one, two, three tiles of matrix units, of 16 rows: three
 rows a token."""
-TILED_SIZES = (1, 4, 10, 16), (24, 32, 48)
-"""Those of a model whose weights matrix units multiply."""
+TILED_SIZES = (1, 4, 10, 16), (24, 32, 48)  # those of a model whose weights matrix units multiply
 SMALL_SIZES = (1, 2), (4, 8, 12, 16)
 """Those of a small model: it drafts, a token of each row at a time."""
 HALVED = 4
@@ -66,8 +65,7 @@ LARGEST_SECOND = 2 << 30
 """Bytes of weights in 16 bits up to which a second copy is held, for passes of more than `HALVED`
 tokens on matrix units: of 0.5 billion weights one of 5, 8, 16 tokens takes 35, 40, 53 ms, made of
 several 55, 53, 112. A single token would take 32 on them, and takes 23."""
-LARGEST_LEAST = 2
-"""Tokens that rows of passes may have to be padded to."""
+LARGEST_LEAST = 2  # tokens that rows of passes may have to be padded to
 PACKED_SIZES = {1: (1,), 2: (2, 5)}
 """Those of a model of 4- to 6-bit weights, by the tokens that rows are padded to. Drafting makes
 passes of few tokens and of several take turns, and an open graph prepares all its nodes anew at
@@ -75,8 +73,7 @@ each change: of SmolLM2 (Q4_1, AVX2) 31 ms of CPU a token for 27 among its like,
 tokens; with a graph for one token no more than among its like. Another for five gains nothing
 there, where five tokens take twice the time of one; where inputs are rounded they take a sixth
 more."""
-SMALLEST_WIDE = 24 << 20
-"""Bytes of weights from which a model is not small."""
+SMALLEST_WIDE = 24 << 20  # bytes of weights from which a model is not small
 WANTED = 128
 """Passes that a graph for exactly so many tokens would have taken, after which it is made. One of
 SmolLM2 takes two seconds of CPU time and 0.13 GB, and saves each pass a few of its 16 ms: in a
@@ -176,11 +173,9 @@ class Form:
         self._shape: tuple[Sequence[int], Sequence[int], int] = (), (), 0
         self._fed: list[tuple[int, int, int]] = []  # row, first and last of its tokens
         self._sizes: list[int] = []  # of attention, how many tokens each has
-        self.begins: dict[int, int] = {}
-        """Where the tokens of each row that was fed begin."""
+        self.begins: dict[int, int] = {}  # where the tokens of each row that was fed begin
         self._version = -1
-        self.trees = all(map(self.request.has, TREES))
-        """Whether passes may feed trees."""
+        self.trees = all(map(self.request.has, TREES))  # whether passes may feed trees
         self._pads_attention = self.request.has(PADDED[0])
         self._branching = self.trees  # so that the inputs are bound
         self._chains()
@@ -549,8 +544,7 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-BEHIND = ThreadPoolExecutor(1, "forms", _give_way)
-"""Makes graphs while passes are taken."""
+BEHIND = ThreadPoolExecutor(1, "forms", _give_way)  # makes graphs while passes are taken
 
 
 def _prepared(

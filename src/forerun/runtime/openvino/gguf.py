@@ -26,8 +26,7 @@ EXACT = "OV_GGUF_Q4_K_ZP_F16"
 """Tells the reader to keep the minimum of a block of Q4_K; it rounds it to whole steps otherwise,
 an error as large as that of the four bits."""
 
-LOCAL_BASE = 10_000.0
-"""Of Gemma 3's rotations in layers with a window, where a file names none."""
+LOCAL_BASE = 10_000.0  # of Gemma 3's rotations in layers with a window, where a file names none
 
 
 def graph_of(file: GGUF) -> ov.Model:

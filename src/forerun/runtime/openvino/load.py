@@ -150,8 +150,7 @@ def _as_it_is(path: Path, options: _Options) -> OpenVINOExecutor:
 
 @dataclass(frozen=True)
 class _Options:
-    precision: str | None
-    """None: of the weights as they are."""
+    precision: str | None  # none: of the weights as they are
     threads: int | None
     first: CrossAttention | None = None
     depths: tuple[int, ...] = ()

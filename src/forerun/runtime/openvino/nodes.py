@@ -21,10 +21,8 @@ from forerun.runtime.openvino.export import INPUTS, PLACEHOLDER, Attention, atte
 from forerun.runtime.openvino.ports import replace
 from forerun.runtime.states import check_depths
 
-FEW = 8
-"""Numbers of constants that are shared."""
-BLOCK = 32
-"""Tokens per block: the only size the CPU plug-in has."""
+FEW = 8  # numbers of constants that are shared
+BLOCK = 32  # tokens per block: the only size the CPU plug-in has
 ROWS = (
     "past_lens",
     "subsequence_begins",
@@ -39,8 +37,7 @@ TREES = "tree_mask", "tree_begins"
 """Inputs of passes that feed trees: a square per fed row, row after row, 1 where a token sees
 another of its row's, padding included; and where each square begins. Without numbers: none is a
 tree."""
-STATES = "states"
-"""The output that `tap` adds."""
+STATES = "states"  # the output that `tap` adds
 GIVEN = "given"
 """An input `(tokens, 1, D)` of heads on a target's states: what they read beside tokens."""
 PADDED = "padded", "unpadded"
@@ -140,8 +137,7 @@ def narrow_attention(graph: ov.Model) -> None:
     graph.validate_nodes_and_infer_types()
 
 
-Insert = Callable[[ov.Output], ov.Node]
-"""Makes the node that takes an output's place."""
+Insert = Callable[[ov.Output], ov.Node]  # makes the node that takes an output's place
 
 
 def _enclose_attention(graph: ov.Model, before: Insert, behind: Insert) -> None:

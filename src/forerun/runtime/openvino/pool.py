@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from forerun.errors import ModelError
 from forerun.runtime.openvino.nodes import BLOCK
 
-LARGEST_RESERVE = 1 << 30
-"""Bytes of cache that are asked for before they are needed."""
+LARGEST_RESERVE = 1 << 30  # bytes of cache that are asked for before they are needed
 
 
 class Pool:

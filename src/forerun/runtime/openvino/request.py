@@ -29,8 +29,7 @@ class InferRequest:
         self._floats: dict[str, tuple[NDArray[np.float32], ov.Tensor]] = {}
         self._logits = np.empty((0, vocab_size), np.float32)
         self._outputs: dict[int, tuple[NDArray[np.float32], ov.Tensor]] = {}
-        self.longest = self.input("max_context_len", 1)
-        """The one number of `max_context_len`."""
+        self.longest = self.input("max_context_len", 1)  # the one number of `max_context_len`
 
     def infer(self) -> None:
         self._request.start_async()

@@ -30,16 +30,12 @@ from forerun.runtime.base import Facts
 from forerun.runtime.openvino.core import core
 from forerun.runtime.probe import Logits
 
-FORMAT = 9
-"""Goes up when graphs of old versions of this package must not be used."""
+FORMAT = 9  # goes up when graphs of old versions of this package must not be used
 LARGEST_BYTES = 16 << 30
 """The store's size; beyond it the entries that were not used for longest are deleted."""
-_HUGE = 2 << 20
-"""Bytes of a huge page, at a multiple of that."""
-_USED = 7 / 8
-"""Share of a huge page that must be in use, as all of it is taken then."""
-_COLLAPSE = 25
-"""MADV_COLLAPSE, which `mmap` does not name."""
+_HUGE = 2 << 20  # bytes of a huge page, at a multiple of that
+_USED = 7 / 8  # share of a huge page that must be in use, as all of it is taken then
+_COLLAPSE = 25  # MADV_COLLAPSE, which `mmap` does not name
 _GRAPH, _FACTS, _REFERENCE = "graph.xml", "facts.json", "reference.npy"
 
 

@@ -13,8 +13,7 @@ from forerun.runtime.openvino.ports import before, replace
 
 _AS_THEY_ARE = "decompression_0", "disabled_constant_folding_0"
 """Attributes of a conversion that the plug-in leaves to the product which reads it."""
-_HELD = ov.Type.f32, ov.Type.bf16, ov.Type.f16
-"""Types that weights come in."""
+_HELD = ov.Type.f32, ov.Type.bf16, ov.Type.f16  # types that weights come in
 _ROWS = 4096
 """Of a matrix that are rounded at a time, so that no second one is in memory in 32 bits."""
 
