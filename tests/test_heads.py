@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from forerun.errors import ForerunWarning, ModelError, SettingError
 from forerun.runtime import torch_rows
-from forerun.runtime.drafts import ABOUT, WEIGHTS, About, save_draft
-from forerun.runtime.fingerprints import fingerprint
+from forerun.runtime.drafts import ABOUT, WEIGHTS, About, fingerprint, save_draft
 from forerun.runtime.heads import LightHeads, default_layers, load_heads, shapes_of_head
 from forerun.runtime.layers import LayerAccess, LogitLens
 from forerun.training.fit import Document

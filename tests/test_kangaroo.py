@@ -17,9 +17,8 @@ from forerun.engine.meter import Lap, Meter
 from forerun.errors import ForerunWarning, ModelError, SettingError
 from forerun.model import Model
 from forerun.runtime import Rows, torch_rows
-from forerun.runtime.drafts import About, save_draft
+from forerun.runtime.drafts import About, fingerprint, save_draft
 from forerun.runtime.exits import Adapter, LayersExecutor, layers_of
-from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.layers import LayerAccess
 from forerun.testing import ScriptedModel
 from marks import FAMILIES, slow_but

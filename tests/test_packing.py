@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 import forerun
 import marks
 from forerun.runtime import load_model, packing
-from forerun.runtime.fingerprints import fingerprint
+from forerun.runtime.drafts import fingerprint
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import PackedLinear, dense, pack, unpacked
 from forerun.runtime.padded import facts_of

@@ -22,8 +22,7 @@ from forerun.engine import Sampling
 from forerun.errors import ModelError, SettingError, UnknownNameError
 from forerun.lab.audit import explain, first_difference
 from forerun.model import drafter_spec
-from forerun.runtime.drafts import read_about
-from forerun.runtime.fingerprints import fingerprint
+from forerun.runtime.drafts import fingerprint, read_about
 from forerun.runtime.heads import LightHeads
 from marks import slow_but
 

@@ -19,8 +19,7 @@ from forerun import zoo
 from forerun.errors import SettingError
 from forerun.lab.audit import explain, first_difference
 from forerun.model import default_draft
-from forerun.runtime.drafts import read_about
-from forerun.runtime.fingerprints import fingerprint
+from forerun.runtime.drafts import fingerprint, read_about
 from forerun.runtime.load import load_model
 from marks import slow_but
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from forerun.confidence import PARTS, Confidence
 from forerun.errors import SettingError
-from forerun.runtime.best import entropy_of
-from forerun.signals import entropy, measure
+from forerun.signals import entropy, entropy_of, measure
 
 NEG = -math.inf
 NAMES = frozenset(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from forerun.errors import SettingError
+from forerun.runtime.attention import FARTHEST, branches
 from forerun.runtime.base import Rows
-from forerun.runtime.trees import FARTHEST, branches
 from marks import slow_but
 from test_runtimes import CASES, Case, of_openvino
 from tiny import LIMIT, VOCAB, texts

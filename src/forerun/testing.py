@@ -19,8 +19,8 @@ from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
 from forerun.engine import Completion, Engine, Sampling
 from forerun.rules import RULES
+from forerun.runtime.attention import Parents
 from forerun.runtime.base import Columns, Executor, Facts
-from forerun.runtime.trees import Parents
 
 Script = torch.Tensor | Callable[[tuple[int, ...]], torch.Tensor]
 

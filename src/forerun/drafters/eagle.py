@@ -22,12 +22,12 @@ from forerun.drafters.memory import fingerprint as tokens_of
 from forerun.drafters.stepping import NO_PLACES, branching
 from forerun.errors import SettingError
 from forerun.runtime import gguf
+from forerun.runtime.attention import Parents
 from forerun.runtime.base import CHUNK, LOGITS, Best, Facts, Rows
 from forerun.runtime.drafts import own_draft, read_about, spread
 from forerun.runtime.eagle import KIND, EagleHead, HeadExecutor, StateReader, load_eagle
 from forerun.runtime.states import States
 from forerun.runtime.support import check_decoder_only
-from forerun.runtime.trees import Parents
 
 HEADS = Path(__file__).parent / "heads"  # heads that ship, by the hashes of tokenizer and target
 

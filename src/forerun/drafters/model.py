@@ -21,10 +21,10 @@ from forerun.drafters.base import (
 )
 from forerun.drafters.stepping import NO_PLACES, branching
 from forerun.errors import ForerunWarning, ModelError, require
+from forerun.runtime.attention import Parents
 from forerun.runtime.base import CHUNK, Executor, Rows
 from forerun.runtime.load import load_tokenizer
 from forerun.runtime.runtimes import RuntimeSpec, Source, TorchRuntime
-from forerun.runtime.trees import Parents
 
 STAND_IN = 0  # what a draft reads for an id it lacks
 

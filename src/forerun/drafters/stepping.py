@@ -11,8 +11,8 @@ from forerun.drafters.trees import Tree
 if TYPE_CHECKING:
     import torch
 
+    from forerun.runtime.attention import Parents
     from forerun.runtime.base import Rows
-    from forerun.runtime.trees import Parents
 
 CHILDREN = 8  # most of a node of a tree
 NO_PLACES: Mapping[int, Sequence[int]] = {}  # of chains alone; see `Tree.places`

@@ -17,8 +17,7 @@ from forerun.engine.lengths import Lengths
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.runtime.base import LOGITS, Best, best_of
-from forerun.runtime.best import read
-from forerun.signals import measure
+from forerun.signals import measure, read
 from forerun.types import LIVE_SIGNALS, SIGNALS, Array, Stop, Token
 
 MEASURED = frozenset((*SIGNALS, *LIVE_SIGNALS))

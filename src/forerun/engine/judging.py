@@ -20,8 +20,7 @@ from forerun.engine.sampling import Sampler
 from forerun.errors import NumericalError, SettingError
 from forerun.rules.base import AcceptanceRule, ComparedRow
 from forerun.runtime.base import Best, Pieces
-from forerun.runtime.best import entropy_of
-from forerun.signals import float_type
+from forerun.signals import entropy_of, float_type
 from forerun.types import Array, Draft, Target, Verdict
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,12 +13,12 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from forerun.errors import PromptError, SettingError
-from forerun.runtime.best import read
+from forerun.runtime.attention import Parents
 from forerun.runtime.states import States
-from forerun.runtime.trees import Parents
-from forerun.signals import float_type, measure
+from forerun.signals import float_type, measure, read
 
 NO_ENCODER = "a source is for encoder-decoder models; this one has no encoder"
 Pieces = Sequence[Sequence[int]]  # per row the token ids it is fed next; may be empty
@@ -45,6 +46,11 @@ class Facts:
     start: tuple[int, ...] = ()
     """With an encoder, what the decoder's text begins with: then the prompt is this, and what a
     user calls the prompt is the source."""
+
+
+def identity(norm: NDArray[np.float32]) -> str:
+    """A name for a model in any precision: by the weights of its final norm, which none rounds."""
+    return hashlib.sha256(np.ascontiguousarray(norm, np.float32).tobytes()).hexdigest()[:16]
 
 
 @dataclass

@@ -12,12 +12,12 @@ import torch
 
 from forerun.errors import UnsupportedModelError, first_line
 from forerun.runtime import attention
+from forerun.runtime.attention import Parents, branches
 from forerun.runtime.base import LOGITS, Best, Columns, Pieces, read_stacked, stacked_best
 from forerun.runtime.cache import CachedExecutor, RowCache, cache_argument
 from forerun.runtime.padded import facts_of
 from forerun.runtime.probe import prove
 from forerun.runtime.support import check_supported
-from forerun.runtime.trees import Parents, branches
 
 COLUMNS = 2048  # tokens a row has room for at first: a grown cache takes new graphs
 FEWEST_COLUMNS = 256  # columns that attention reads at least; more come in powers of two

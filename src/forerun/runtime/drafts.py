@@ -1,5 +1,6 @@
 """A trained draft on disk: `draft.json` says what it is, `draft.safetensors` holds its tensors."""
 
+import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,6 @@ import torch
 
 from forerun.cache import replacing, write_json
 from forerun.errors import ForerunWarning, ModelError, first_line
-from forerun.runtime.fingerprints import fingerprint
 from forerun.runtime.packing import unmapped
 
 ABOUT, WEIGHTS = "draft.json", "draft.safetensors"
@@ -206,3 +206,16 @@ def own_draft(target: str | Path, kind: str) -> str | None:
         return str(folder) if there else None
     except (OSError, ValueError):  # no name of a file
         return None
+
+
+def fingerprint(model: Any) -> str:
+    """A name for a model's configuration and weights, from a sample of every tensor."""
+    config = model.config.to_dict()
+    for key in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        config.pop(key, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // 64)][:64].double().cpu()
+        digest.update(f"{name}{tuple(tensor.shape)}{sample.tolist()}".encode())
+    return digest.hexdigest()[:16]

@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from forerun.errors import ModelError, SettingError, UnsupportedModelError
-from forerun.runtime.attention import additive, hidden_columns
+from forerun.runtime.attention import Parents, additive, hidden_columns
 from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, shapes_of
 from forerun.runtime.packing import dense
 from forerun.runtime.padded import PaddedExecutor, PaddedPass
 from forerun.runtime.states import States
-from forerun.runtime.trees import Parents
 
 KIND = "eagle"
 HEAD = 64  # width of an attention head

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from forerun.errors import PromptError, SettingError
-from forerun.runtime.attention import Mask
+from forerun.runtime.attention import Mask, Parents
 from forerun.runtime.base import Pieces, Rows
 from forerun.runtime.drafts import fill, read_about
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import pack
 from forerun.runtime.padded import picker
 from forerun.runtime.torch_executor import TorchExecutor
-from forerun.runtime.trees import Parents
 
 KANGAROO = "kangaroo"
 Leave = Callable[[int, list[int], torch.Tensor], list[bool]]

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError, first_line
-from forerun.runtime.base import Facts
-from forerun.runtime.fingerprints import identity
+from forerun.runtime.base import Facts, identity
 
 _SCALARS = dict(zip(range(8), ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"), strict=True))
 _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from forerun.runtime.base import Facts, Pieces
+from forerun.runtime.attention import Parents, trees_of
+from forerun.runtime.base import Facts, Pieces, identity
 from forerun.runtime.cache import CachedExecutor, RowCache
-from forerun.runtime.fingerprints import identity
 from forerun.runtime.support import context_limit, end_of_text
-from forerun.runtime.trees import Parents, trees_of
 
 TOGETHER = 32  # padded tokens per row that a pass may waste
 Pick = Callable[[torch.Tensor], torch.Tensor]  # of `(rows, width, ...)` to `(rows, wanted, ...)`

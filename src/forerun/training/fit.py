@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from forerun.cache import replacing
 from forerun.errors import ModelError, SettingError, require
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import TOKENS, About, Tensors, save_draft
-from forerun.runtime.fingerprints import fingerprint
+from forerun.runtime.drafts import TOKENS, About, Tensors, fingerprint, save_draft
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.states import Taps
 from forerun.training.settings import TRAINERS, TrainingSettings

@@ -14,7 +14,7 @@ from forerun.cli.shared.written import Archive, read_written, written
 from forerun.errors import PromptError, SettingError
 from forerun.prompts import Prompt, find_prompts, is_shipped, json_lines, read_text
 from forerun.requests import Sampling
-from forerun.runtime.fingerprints import fingerprint
+from forerun.runtime.drafts import fingerprint
 from forerun.training.fit import Document
 from forerun.training.grafts import TextPair
 

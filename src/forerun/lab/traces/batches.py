@@ -37,8 +37,8 @@ from forerun.lab.traces.rules import RecordedRule
 from forerun.lab.traces.trace import Trace
 from forerun.requests import Request, Sampling
 from forerun.rules import RULES
+from forerun.runtime.attention import Parents
 from forerun.runtime.base import Best, Executor, Facts, Pieces
-from forerun.runtime.trees import Parents
 from forerun.types import SIGNALS, FloatArray, IntArray, Stop
 
 UNLIMITED = 1 << 30  # a context limit beyond every text of a trace

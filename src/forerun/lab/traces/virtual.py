@@ -25,9 +25,9 @@ from forerun.engine.reporting import BEHIND
 from forerun.lab.traces.batches import NoModel, Recorded, Replayed
 from forerun.lab.traces.results import costs_for
 from forerun.lab.traces.trace import Trace
+from forerun.runtime.attention import Parents
 from forerun.runtime.base import Pieces, Rows
 from forerun.runtime.timing import WIDEST, Times
-from forerun.runtime.trees import Parents
 from forerun.types import FloatArray, IntArray
 
 KINDS = ("noise", "cold")

@@ -17,8 +17,8 @@ import openvino.opset15 as op
 import torch
 import torch.nn.functional as F
 
+from forerun.runtime.attention import Parents
 from forerun.runtime.base import LOGITS, Best, Facts, Pieces
-from forerun.runtime.best import read
 from forerun.runtime.eagle import HEAD, EagleHead
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import OpenVINOExecutor, settings
@@ -28,7 +28,7 @@ from forerun.runtime.openvino.nodes import GIVEN, STATES, attach
 from forerun.runtime.openvino.ports import replace as replaced
 from forerun.runtime.openvino.weights import hold
 from forerun.runtime.states import States
-from forerun.runtime.trees import Parents
+from forerun.signals import read
 
 READ, AHEAD = 5, 3
 """Tokens of a row alone that a pass reads at most to go on by itself, and by how many it does: most

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from forerun.errors import SettingError
+from forerun.runtime.attention import Parents
 from forerun.runtime.base import LOGITS, Best, Columns, Executor, Facts, Pieces
-from forerun.runtime.best import read
 from forerun.runtime.openvino.blocks import GROUP
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.forms import HALVED, Forms, spans
@@ -24,7 +24,7 @@ from forerun.runtime.openvino.nodes import BLOCK, lookup, tap
 from forerun.runtime.openvino.pool import Pool
 from forerun.runtime.openvino.store import let_go
 from forerun.runtime.states import States
-from forerun.runtime.trees import Parents
+from forerun.signals import read
 
 FIRST_BLOCKS = 16  # blocks of a new pool; it doubles when it runs out
 LARGEST_LOGITS = 256 << 20

@@ -14,8 +14,7 @@ import openvino.opset15 as op
 
 from forerun.errors import ModelError, UnsupportedModelError
 from forerun.runtime.attention import windows_of
-from forerun.runtime.base import Facts
-from forerun.runtime.fingerprints import identity
+from forerun.runtime.base import Facts, identity
 from forerun.runtime.load import EXPORTED, read_config, saved_generation_config
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.export import Attention, integers, placeholder, reason

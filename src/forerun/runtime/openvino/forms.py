@@ -24,6 +24,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from forerun.cache import keep_json, kept_json
+from forerun.runtime.attention import FARTHEST, Parents, branches
 from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.nodes import (
@@ -41,7 +42,6 @@ from forerun.runtime.openvino.request import InferRequest
 from forerun.runtime.openvino.store import join_pages
 from forerun.runtime.openvino.weights import is_halved, keep_halves, widen
 from forerun.runtime.probe import texts
-from forerun.runtime.trees import FARTHEST, Parents, branches
 
 SIZES = (1, 4, 5, 8), (12, 16)
 """Tokens that graphs are compiled for: of a row alone, and when rows first share passes."""

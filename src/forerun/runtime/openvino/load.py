@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,9 @@ def from_model(
     settings(precision, threads or torch.get_num_threads())  # before anything takes long
     if why := refusal(model.config, encoders=True):
         raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {why}")
-    entry = store.key(store.of_model(model), _form(precision)) if cached else None
     called = str(getattr(model, "name_or_path", "") or "")
-    options = _Options(precision, threads, first)
-    return _made(entry, lambda: _export(model, options), called, options, lambda: model)
+    loading = _Loading(called, threads, precision, lambda: model, first)
+    return loading.executor(store.of_model(model) if cached else None)
 
 
 def from_name(
@@ -97,18 +97,21 @@ def from_name(
                 f"{path.name} is run in the precision of its weights, got precision="
                 f"{precision!r}; leave it out"
             )
-        return _as_it_is(path, _Options(None, threads, depths=depths))
+        files = [path]
+        if path.is_dir():
+            graph = path / EXPORTED
+            files = [graph, graph.with_suffix(".bin"), *path.glob("*config.json")]
+        return _Loading(str(path), threads, depths=depths).executor(store.of_files(files))
     precision = precision or "fp32"
     settings(precision, threads or torch.get_num_threads())
-    options = _Options(precision, threads, depths=depths)
 
     def torch_model() -> Any:
         return _loaded(name, trust_remote_code)
 
     model = None if checkpoint_files(name) else torch_model()  # not on this machine until now
-    entry = store.key(store.of_files(checkpoint_files(name)), _form(precision))
     there = torch_model if model is None else lambda: model
-    return _made(entry, lambda: _export(there(), options), str(name), options, there)
+    loading = _Loading(str(name), threads, precision, there, depths=depths)
+    return loading.executor(store.of_files(checkpoint_files(name)))
 
 
 def _loaded(name: str | Path, trust_remote_code: bool) -> Any:
@@ -126,166 +129,136 @@ def _loaded(name: str | Path, trust_remote_code: bool) -> Any:
     return load_model(name, "cpu", "fp32", trust_remote_code)
 
 
-def _as_it_is(path: Path, options: _Options) -> OpenVINOExecutor:
-    """An executor for a GGUF file or a folder of an exported model, in its own precision."""
-    if path.is_dir():
-        parts = [path / EXPORTED, (path / EXPORTED).with_suffix(".bin")]
-        parts += path.glob("*config.json")
-    else:
-        parts = [path]
-
-    def make() -> store.Stored:
-        if path.is_dir():
-            from forerun.runtime.openvino.exported import graph_of
-
-            return store.Stored(*graph_of(path), None)
-        from forerun.runtime.openvino.gguf import graph_of as graph_of_gguf
-
-        file = gguf.read(path)
-        return store.Stored(graph_of_gguf(file), replace(file.facts(), executor="openvino"), None)
-
-    form = "signed, loud channels apart" if rounds_inputs() else "as it is"
-    return _made(store.key(store.of_files(parts), form), make, str(path), options)
-
-
 @dataclass(frozen=True)
-class _Options:
-    precision: str | None  # none: of the weights as they are
+class _Loading:
+    """An executor on its way: of what model, and how it shall run."""
+
+    name: str
     threads: int | None
+    precision: str | None = None  # None: of the weights as they are
+    torch_model: Callable[[], Any] | None = None  # None: a GGUF file or an exported model
     first: CrossAttention | None = None
     depths: tuple[int, ...] = ()
 
-
-def _made(
-    entry: str | None,
-    make: Callable[[], store.Stored],
-    name: str,
-    options: _Options,
-    torch_model: Callable[[], Any] | None = None,
-) -> OpenVINOExecutor:
-    """An executor from the store, else from what is made, which is then stored."""
-    if entry and (stored := store.read(entry)):
+    def executor(self, weights: str | None) -> OpenVINOExecutor:
+        """It, from the store's entry for weights with this hash, else made and stored there; None:
+        not stored."""
+        form = "int8" if self.precision == "int8" else "f32"
+        if self.precision is None:
+            form = "signed, loud channels apart" if rounds_inputs() else "as it is"
+        entry = store.key(weights, form) if weights else None
+        if entry and (stored := store.read(entry)):
+            try:
+                return self._proven(stored, entry)
+            except UnsupportedModelError:  # damaged where only the probe sees it
+                store.discard(entry)
+        stored = self._made()
+        if not (entry and store.write(entry, stored) and (kept := store.read(entry))):
+            return self._proven(stored, None)
+        stored = kept  # its weights are pages of a file and no longer memory of their own
         try:
-            return _executor(stored, entry, name, options, torch_model)
-        except UnsupportedModelError:  # damaged where only the probe sees it
+            return self._proven(stored, entry)
+        except UnsupportedModelError:
             store.discard(entry)
-    stored = make()
-    if not (entry and store.write(entry, stored) and (kept := store.read(entry))):
-        return _executor(stored, None, name, options, torch_model)
-    stored = kept  # its weights are pages of a file and no longer memory of their own
-    try:
-        return _executor(stored, entry, name, options, torch_model)
-    except UnsupportedModelError:
-        store.discard(entry)
-        raise
+            raise
+
+    def _made(self) -> store.Stored:
+        """The graph, and what it is to be compared with, if torch runs the model."""
+        if self.torch_model is None:
+            if (path := Path(self.name)).is_dir():
+                from forerun.runtime.openvino.exported import graph_of
+
+                return store.Stored(*graph_of(path), None)
+            from forerun.runtime.openvino.gguf import graph_of as graph_of_gguf
+
+            file = gguf.read(path)
+            facts = replace(file.facts(), executor="openvino")
+            return store.Stored(graph_of_gguf(file), facts, None)
+        model = self.torch_model()
+        if model.device.type != "cpu" or model.dtype not in HALF:
+            model = in_fp32(model)
+        with Widened():
+            facts = sourced_facts(model) if model.config.is_encoder_decoder else facts_of(model)
+            expected = reference(model, facts.limit)
+        with halved(model) as memory:
+            graph = export(model)
+        hold(graph, self.precision == "int8")
+        return store.Stored(graph, replace(facts, executor="openvino"), expected, memory)
+
+    def _proven(self, stored: store.Stored, entry: str | None) -> OpenVINOExecutor:
+        """The executor, if it passes the probe."""
+        precision = PRECISIONS[self.precision] if self.precision else stored.facts.precision
+        facts = replace(stored.facts, precision=precision, name=self.name)
+        graph, width = attach(stored.graph), 0
+        known, keep = False, None
+        if facts.source_limit is None:
+            if self.depths:
+                width = tap(graph, self.depths)
+            executor, known, keep = self._compiled(graph, facts, entry)
+        else:
+            executor = self._sourced(graph, facts)
+        executor.memory, executor.entry = stored.memory, entry
+        executor.settle()  # before passes pack what compiling has read
+        expected = stored.reference
+        if expected is not None or not known:  # else it would be compared with itself again
+            probe(executor, reference_of(executor) if expected is None else expected)
+        if keep:
+            keep_json("widths", *keep)
+        executor.warm()
+        if width:
+            executor.states = States(self.depths, width)
+        executor.settle()
+        return executor
+
+    def _sourced(self, graph: ov.Model, facts: Facts) -> OpenVINOExecutor:
+        assert self.torch_model is not None, "only torch models have encoders"
+
+        def beside(draft: Any, first: CrossAttention) -> OpenVINOExecutor:
+            return from_model(draft, self.precision or "fp32", self.threads, first=first)
+
+        model = in_fp32(self.torch_model())  # the others hold none while they compile
+        return SourcedOpenVINOExecutor(graph, facts, model, beside, self.first, self.threads)
+
+    def _compiled(
+        self, graph: ov.Model, facts: Facts, entry: str | None
+    ) -> tuple[OpenVINOExecutor, bool, tuple[str, Any] | None]:
+        """An executor whose passes compute the same whatever their width. How it gets there depends
+        on the machine, takes long to try, and is to be kept once the executor is proven.
+
+        Returns:
+            It; whether it was proven at an earlier start; else key and value of what to keep.
+        """
+        threads = self.threads or torch.get_num_threads()
+        about = [LAZY, entry, facts.precision, threads, machine(CPU)]
+        key = sha256(json.dumps(about).encode()).hexdigest()[:32]
+        known = kept_json("widths", key) if entry else None
+        rounds = GROUPS.get(facts.precision, GROUP) > 0 and rounds_inputs()
+        tries = [(None, 2, False), (0, 1, False)]  # `group`, `least` and `narrow`
+        if not rounds:
+            tries.insert(0, (None, 1, False))
+        elif narrows(facts.precision):
+            names = {name for port in graph.inputs for name in port.get_names()}
+            if TREES[0] in names:  # no windows: Gemma 3 would lose 2 % of its best tokens
+                tries.insert(0, (None, 2, True))
+        for group, least, narrow in [known] if known else tries:
+            exact = rounds and group is None  # passes, to the last bit
+            lazy = (key if entry else "") if exact and is_packed(facts) else None
+            again = partial(_read_again, entry, self.name) if entry else None
+            try:
+                executor = OpenVINOExecutor(
+                    graph, facts, self.threads, group, again, least, lazy, narrow
+                )
+            except RuntimeError as error:  # OpenVINO has no other
+                why = f"OpenVINO cannot compile it: {reason(error)}"
+                raise UnsupportedModelError(why) from error
+            if known:
+                return executor, True, None
+            if passes_agree(executor, exact):
+                return executor, False, (key, [group, least, narrow]) if entry else None
+        return executor, False, None
 
 
-@dataclass(frozen=True)
-class _Way:
-    """How an executor's passes compute the same."""
-
-    proven: bool  # at an earlier start
-    key: str | None = None  # by which it is kept
-    widths: Sequence[int | None] = ()  # `group`, `least` and `narrow`
-
-
-def _compiled(
-    graph: ov.Model,
-    facts: Facts,
-    threads: int | None,
-    entry: str | None,
-    again: Callable[[], ov.Model],
-) -> tuple[OpenVINOExecutor, _Way]:
-    """An executor whose passes compute the same whatever their width. How it gets there depends on
-    the machine, takes long to try, and is to be kept once the executor is proven."""
-    about = [LAZY, entry, facts.precision, threads or torch.get_num_threads(), machine(CPU)]
-    key = sha256(json.dumps(about).encode()).hexdigest()[:32]
-    known = kept_json("widths", key) if entry else None
-    rounds = GROUPS.get(facts.precision, GROUP) > 0 and rounds_inputs()
-    tries = [(None, 2, False), (0, 1, False)]
-    if not rounds:
-        tries.insert(0, (None, 1, False))
-    elif narrows(facts.precision):
-        names = {name for port in graph.inputs for name in port.get_names()}
-        if TREES[0] in names:  # no windows: Gemma 3 would lose 2 % of its best tokens
-            tries.insert(0, (None, 2, True))
-    for group, least, narrow in [known] if known else tries:
-        exact = rounds and group is None  # passes, to the last bit
-        lazy = (key if entry else "") if exact and is_packed(facts) else None
-        try:
-            executor = OpenVINOExecutor(
-                graph, facts, threads, group, again if entry else None, least, lazy, narrow
-            )
-        except RuntimeError as error:  # OpenVINO has no other
-            raise UnsupportedModelError(f"OpenVINO cannot compile it: {reason(error)}") from error
-        if known:
-            return executor, _Way(True)
-        if passes_agree(executor, exact):
-            return executor, _Way(False, key if entry else None, [group, least, narrow])
-    return executor, _Way(False)
-
-
-def _form(precision: str | None) -> str:
-    return "int8" if precision == "int8" else "f32"
-
-
-def _export(model: Any, options: _Options) -> store.Stored:
-    if model.device.type != "cpu" or model.dtype not in HALF:
-        model = in_fp32(model)
-    with Widened():
-        facts = sourced_facts(model) if model.config.is_encoder_decoder else facts_of(model)
-        expected = reference(model, facts.limit)
-    with halved(model) as memory:
-        graph = export(model)
-    hold(graph, options.precision == "int8")
-    return store.Stored(graph, replace(facts, executor="openvino"), expected, memory)
-
-
-def _executor(
-    stored: store.Stored,
-    entry: str | None,
-    name: str,
-    options: _Options,
-    torch_model: Callable[[], Any] | None,
-) -> OpenVINOExecutor:
-    precision = PRECISIONS[options.precision] if options.precision else stored.facts.precision
-    facts = replace(stored.facts, precision=precision, name=name)
-
-    def again() -> ov.Model:
-        stored_again = store.read(entry) if entry else None
-        if stored_again is None:
-            raise ModelError(
-                f"the graph of {name!r} is no longer in {store.folder()}; load it anew"
-            )
-        return attach(stored_again.graph)
-
-    graph, width = attach(stored.graph), 0
-    way = _Way(False)
-    if facts.source_limit is None:
-        if options.depths:
-            width = tap(graph, options.depths)
-        executor, way = _compiled(graph, facts, options.threads, entry, again)
-    else:
-        assert torch_model is not None, "only torch models have encoders"
-        executor = SourcedOpenVINOExecutor(
-            graph,
-            facts,
-            in_fp32(torch_model()),  # the others hold none while they compile
-            lambda draft, first: from_model(
-                draft, options.precision or "fp32", options.threads, first=first
-            ),
-            options.first,
-            options.threads,
-        )
-    executor.memory, executor.entry = stored.memory, entry
-    executor.settle()  # before passes pack what compiling has read
-    expected = stored.reference
-    if expected is not None or not way.proven:  # else it would be compared with itself again
-        probe(executor, reference_of(executor) if expected is None else expected)
-    if way.key:
-        keep_json("widths", way.key, way.widths)
-    executor.warm()
-    if width:
-        executor.states = States(options.depths, width)
-    executor.settle()
-    return executor
+def _read_again(entry: str, name: str) -> ov.Model:
+    if (stored := store.read(entry)) is None:
+        raise ModelError(f"the graph of {name!r} is no longer in {store.folder()}; load it anew")
+    return attach(stored.graph)
