@@ -4,8 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from numbers import Real
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from forerun.errors import PromptError, SettingError, require
 
@@ -20,6 +21,14 @@ class Within:
 
     low: float
     high: float = 1
+    above: bool = False  # whether it must be more than `low`
+
+
+class Named(NamedTuple):
+    """Of a setting's annotation: what its text names, or what it is an instance of, in words."""
+
+    wanted: str
+    empty: bool = False  # whether it may name nothing
 
 
 Share = Annotated[float, Within(0)]
@@ -29,8 +38,9 @@ Count = Annotated[int, Within(1)]
 
 def check(part: Any, whose: str = "") -> None:
     """Raise `SettingError` unless the settings of a dataclass are what their annotations say: one
-    of the words of a `Literal`, true or false, a number `Within` bounds; or None, or text, where it
-    may be. `whose` begins their names in the message.
+    of the words of a `Literal`, true or false, a number `Within` bounds, what is `Named`; or None,
+    or text, where it may be. Of those that its class lists as `rising`, none is above the next.
+    `whose` begins their names in the message.
     """
     for name, hint in _hints(part.__class__).items():
         value, kinds = getattr(part, name), get_args(hint)
@@ -45,10 +55,19 @@ def check(part: Any, whose: str = "") -> None:
         elif kind is bool:
             flag(name, value)
         for bound in bounds:
-            if kind is int:
+            if isinstance(bound, Named):
+                good = isinstance(value, kind) and (bound.empty or value != "")
+                require(good, name, value, bound.wanted)
+            elif kind is int:
                 whole(name, value, int(bound.low))
             else:
                 between(name, value, bound.low, bound.high)
+                good = not bound.above or value > bound.low
+                require(good, name, value, f"above {bound.low:g}")
+    for name, other in pairwise(getattr(part, "rising", ())):
+        value, most = getattr(part, name), getattr(part, other)
+        good = most is None or value <= most
+        require(good, f"{whose} {name}".strip(), value, f"at most {other}={most}")
 
 
 @cache
@@ -76,12 +95,6 @@ def between(name: str, value: object, low: float, high: float) -> None:
 def flag(name: str, value: object) -> None:
     """Raise `SettingError` unless `value` is True or False."""
     require(isinstance(value, bool), name, value, "true or false")
-
-
-def path_or_none(name: str, value: object, wanted: str) -> None:
-    """Raise `SettingError` unless `value` may name what is wanted, or is None."""
-    good = value is None or (isinstance(value, str) and bool(value))
-    require(good, name, value, f"{wanted}, or none")
 
 
 def choice(name: str, value: object, choices: Sequence[str]) -> None:

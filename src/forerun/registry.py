@@ -49,7 +49,8 @@ _ESCAPE = re.compile(
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None, "inf": math.inf}
 _WORDS |= {str(value): value for value in _WORDS.values()}
-WORDS = "str", "<class 'str'", "Literal", "typing.Literal"  # types of settings that are text
+WORDS = re.compile(r"(typing\.|Optional\[|Annotated\[)*(str|<class 'str'|Literal)")
+"""How types of settings that are text begin."""
 Tokens = deque[tuple[str, str]]  # kinds and texts of what is not read yet
 
 
@@ -208,7 +209,7 @@ class Registry:
             if key not in values and f.default is MISSING and f.default_factory is MISSING:
                 raise SettingError(f"{spec.name!r} needs {key!r}; write {spec.name}({key}=...)")
             if isinstance(value := values.get(key), Spec):  # text without quotes, or a part
-                values[key] = str(value) if str(f.type).startswith(WORDS) else self.make(value)
+                values[key] = str(value) if WORDS.match(str(f.type)) else self.make(value)
         try:
             return cls(**values)
         except TypeError as error:

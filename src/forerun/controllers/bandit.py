@@ -10,7 +10,6 @@ import numpy as np
 from forerun.checks import Count, Whole, Within
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import log, maximum, picked, sqrt, where
-from forerun.errors import require
 from forerun.types import FloatArray, IntArray, RoundOutcome
 
 BLEND = 0.5
@@ -55,11 +54,8 @@ class Bandit(LengthPolicy):
 
     summary: ClassVar[str] = "a bandit (UCB or Thompson) over a few fixed lengths"
     paper: ClassVar[str] = "Hou et al. 2025 (BanditSpec); Sridhar et al. 2025 (TapOut)"
+    rising: ClassVar[tuple[str, ...]] = ("low", "high")
     bibtex: ClassVar[str] = "banditspec2025 tapout2025"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
 
     @cached_property
     def arms(self) -> tuple[int, ...]:

@@ -1,12 +1,11 @@
 """`bounded`: another controller's length, clipped."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from forerun.checks import Whole
+from forerun.checks import Named, Whole
 from forerun.controllers.base import LengthPolicy, Wrapper
 from forerun.controllers.elementwise import maximum, minimum
-from forerun.errors import require
 
 
 @dataclass(frozen=True)
@@ -24,22 +23,12 @@ class Bounded(Wrapper):
     8
     """
 
-    inner: LengthPolicy
+    inner: Annotated[LengthPolicy, Named("a length policy; auto has `high` of its own")]
     low: Whole = 0
     high: Whole | None = None
+    rising: ClassVar[tuple[str, ...]] = ("low", "high")
 
     summary: ClassVar[str] = "another policy's length, clipped to a range"
-
-    def __post_init__(self) -> None:
-        require(
-            isinstance(self.inner, LengthPolicy),
-            "inner",
-            self.inner,
-            "a length policy; a governor like auto has `high` of its own",
-        )
-        super().__post_init__()
-        if self.high is not None:
-            require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
 
     def limit(self, state: Any) -> int:
         limit = self.inner.limit(state)

@@ -17,7 +17,6 @@ from forerun.controllers.elementwise import (
     sigmoid,
     where,
 )
-from forerun.errors import require
 from forerun.types import FloatArray, RoundOutcome, Token
 
 EDGE = sigmoid(6.0)  # probabilities above it, and below one less it, count as it
@@ -61,17 +60,13 @@ class Calibrated(Forecaster):
 
     high: Count = 20
     acceptance: Share = 0.8
-    damping: Annotated[float, Within(0, 1e9)] = 50
+    damping: Annotated[float, Within(0, 1e9, above=True)] = 50
     window: Annotated[float, Within(1, 1e9)] = 100
     threshold: Share = 0.4
 
     summary: ClassVar[str] = "stop when a rejection is likely, by probabilities calibrated online"
     paper: ClassVar[str] = "vLLM 2026; Cheng et al. 2026 (DSpark)"
     bibtex: ClassVar[str] = "dspark2026"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.damping > 0, "damping", self.damping, "above 0, or nothing holds the start")
 
     def signals(self, certain: bool) -> frozenset[str]:
         """The probability of the most likely token."""

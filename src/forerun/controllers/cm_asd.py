@@ -1,13 +1,12 @@
 """`cm-asd`: draft as many tokens as the drafter's mean confidence suggests."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from forerun.checks import Count, Share
+from forerun.checks import Count, Within
 from forerun.confidence import Confidence
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import clip, floor, maximum, where
-from forerun.errors import require
 from forerun.types import Token
 
 
@@ -48,20 +47,16 @@ class CMASD(Confidence, LengthPolicy):
     Reference: CM-ASD, §III.B (1) and (b).
     """
 
-    alpha: Share = 0.7
+    alpha: Annotated[float, Within(0, above=True)] = 0.7
     low: Count = 1
     high: Count = 12
     two_pass: bool = False
     stops_early: ClassVar[bool] = True
+    rising: ClassVar[tuple[str, ...]] = ("low", "high")
 
     summary: ClassVar[str] = "as many tokens as the drafter's mean confidence suggests"
     paper: ClassVar[str] = "Sen et al. 2025 (CM-ASD)"
     bibtex: ClassVar[str] = "cmasd2025"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.alpha > 0, "alpha", self.alpha, "above 0")
-        require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
 
     def signals(self, certain: bool) -> frozenset[str]:
         return self.reads

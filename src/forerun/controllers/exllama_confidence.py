@@ -9,7 +9,6 @@ from forerun.checks import Count, Share, Within
 from forerun.controllers.base import Persistent
 from forerun.controllers.calibrated import log_odds
 from forerun.controllers.elementwise import entry, floor, largest, where
-from forerun.errors import require
 from forerun.types import FloatArray, RoundOutcome, Token
 
 BINS = 13  # of log-odds, one unit each, of which those beyond ±6 are the first's and the last's
@@ -43,7 +42,7 @@ class ExLlamaConfidence(Persistent):
 
     confidence: Share = 0.4
     decay: Share = 0.995
-    least: Annotated[float, Within(0, 1e9)] = 8
+    least: Annotated[float, Within(0, 1e9, above=True)] = 8
     burn_in: Annotated[float, Within(0, 1e9)] = 64
     high: Count = 4
     persistent: bool = True
@@ -52,10 +51,6 @@ class ExLlamaConfidence(Persistent):
     paper: ClassVar[str] = "turboderp 2026 (exllamav3)"
     bibtex: ClassVar[str] = "exllamav3"
     stops_early: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.least > 0, "least", self.least, "above 0, or an empty bin is believed")
 
     def signals(self, certain: bool) -> frozenset[str]:
         """The probability of the most likely token."""

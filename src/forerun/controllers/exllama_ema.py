@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from forerun.checks import Count, Share, Within
+from forerun.checks import Count, Within
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import ceil, clip, where
-from forerun.errors import require
 from forerun.types import RoundOutcome
 
 
@@ -37,8 +36,8 @@ class ExLlamaEMA(LengthPolicy):
     """
 
     length: Count = 4
-    alpha_up: Annotated[float, Within(0, 2)] = 1.3
-    alpha_down: Share = 0.65
+    alpha_up: Annotated[float, Within(0, 2, above=True)] = 1.3
+    alpha_down: Annotated[float, Within(0, above=True)] = 0.65
     skip_ema: Annotated[float, Within(0, 1000)] = 0.3
     probe: Count = 2
     probe_interval: Count = 16
@@ -46,14 +45,8 @@ class ExLlamaEMA(LengthPolicy):
 
     summary: ClassVar[str] = "just above the accepted tokens; rest where none are accepted"
     paper: ClassVar[str] = "turboderp 2026 (exllamav3)"
+    rising: ClassVar[tuple[str, ...]] = ("length", "high")
     bibtex: ClassVar[str] = "exllamav3"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.length <= self.high, "length", self.length, f"at most high={self.high}")
-        for name in ("alpha_up", "alpha_down"):
-            value = getattr(self, name)
-            require(value > 0, name, value, "above 0, or the average never moves")
 
     def start(self, certain: bool = True, before: Any = None) -> ExLlamaEMAState:
         # A start below `skip_ema` rests like any other average: the first probe is due later.

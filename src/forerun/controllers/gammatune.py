@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from forerun.checks import Count, Share, Within
+from forerun.checks import Count, Within
 from forerun.controllers.base import Persistent
 from forerun.controllers.elementwise import ceil, clip, maximum, where
-from forerun.errors import require
 from forerun.types import RoundOutcome, Stop
 
 _LIMIT = int(Stop.LIMIT)  # numpy is slow with enumerations
@@ -24,7 +23,7 @@ class Window(Persistent):
     """What `GammaTune` and `GammaTunePlus` do between rounds."""
 
     length: Count = 7
-    eta: Share = 0.3
+    eta: Annotated[float, Within(0, above=True)] = 0.3
     delta: Annotated[float, Within(0, 1000)] = 4
     low: Count = 1
     high: Count = 24
@@ -32,13 +31,7 @@ class Window(Persistent):
     early_stop: Literal["update", "expand", "skip"] = "expand"
     expand: Literal["average", "next"] = "average"
     persistent: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.eta > 0, "eta", self.eta, "above 0, or the window never moves")
-        low, high = self.low, self.high
-        require(low <= high, "low", low, f"at most high={high}")
-        require(low <= self.length <= high, "length", self.length, f"in {low}..{high}")
+    rising: ClassVar[tuple[str, ...]] = ("low", "length", "high")
 
     def first(self) -> GammaTuneState:
         return GammaTuneState(float(self.length))

@@ -6,7 +6,6 @@ from typing import ClassVar, NamedTuple
 from forerun.checks import Count, Whole
 from forerun.controllers.base import Persistent
 from forerun.controllers.elementwise import maximum, minimum, where
-from forerun.errors import require
 from forerun.types import RoundOutcome
 
 
@@ -44,13 +43,8 @@ class HFHeuristic(Persistent):
 
     summary: ClassVar[str] = "all accepted: γ + 2, otherwise γ − 1 (transformers' heuristic)"
     paper: ClassVar[str] = "Gante 2023 (transformers)"
+    rising: ClassVar[tuple[str, ...]] = ("low", "length", "high")
     bibtex: ClassVar[str] = "gante2023"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.low <= self.high, "low", self.low, f"at most high={self.high}")
-        inside = self.low <= self.length <= self.high
-        require(inside, "length", self.length, f"between low={self.low} and high={self.high}")
 
     def first(self) -> HFHeuristicState:
         return HFHeuristicState(self.length)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from forerun.checks import Count, Share, Whole, Within
+from forerun.checks import Count, Whole, Within
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import maximum, minimum, picked, where
 from forerun.errors import require
@@ -43,7 +43,7 @@ class SGLangEMA(LengthPolicy):
 
     length: Whole = 5
     candidate_steps: str = "1,3,5,7"
-    ema_alpha: Share = 0.2
+    ema_alpha: Annotated[float, Within(0, above=True)] = 0.2
     update_interval: Count = 5
     warmup_batches: Whole = 10
     up_hysteresis: Annotated[float, Within(-10, 10)] = 0.0
@@ -62,7 +62,6 @@ class SGLangEMA(LengthPolicy):
         steps = list(self.steps)
         require(steps == sorted(set(steps)), "candidate_steps", text, wanted)
         require(self.length in steps, "length", self.length, f"one of {text}")
-        require(self.ema_alpha > 0, "ema_alpha", self.ema_alpha, "above 0, or nothing is learned")
 
     @cached_property
     def steps(self) -> tuple[int, ...]:

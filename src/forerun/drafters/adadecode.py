@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any, ClassVar
 
-from forerun.checks import Count, Within, path_or_none
+from forerun.checks import Count, Named, Within
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.specbound import SpecBoundDrafter, check_heads, exits_of, listed
 from forerun.runtime.base import Rows
@@ -39,14 +39,12 @@ class AdaDecode(DrafterSpec):
     threshold: Annotated[float, Within(0, inf)] = 0.75
     most: Count = 5
     layers: int | str | None = None
-    exits: str | None = None
+    exits: Annotated[str, Named("a folder of exit heads, or none", empty=True)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers is not None:
             listed(str(self.layers), self.kind)
-        if self.exits != "":
-            path_or_none("adadecode exits", self.exits, "a folder of exit heads")
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """With a runtime of its own around the target's model (`Drafter.target`)."""

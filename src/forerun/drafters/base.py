@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
-from forerun.checks import check, path_or_none
+from forerun.checks import Named, check
 from forerun.errors import SettingError
 from forerun.types import Array, Stop, Token
 
@@ -325,11 +325,7 @@ class TrainedDraft(DrafterSpec):
     """The settings of a drafter that was trained for its target: a folder of `forerun train-draft`,
     or None for the one of its kind in the target's own."""
 
-    path: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        path_or_none(f"{self.kind} path", self.path, "a folder of forerun train-draft")
+    path: Annotated[str, Named("a folder of forerun train-draft, or none")] | None = None
 
     def folder(self, target: Rows) -> str:
         """Where it is; `SettingError` if there is none."""

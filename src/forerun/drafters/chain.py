@@ -10,10 +10,10 @@ from operator import mul
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from forerun.checks import Within
+from forerun.checks import Named, Within
 from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, StepContext, Texts
 from forerun.drafters.free import FreeDrafter, wanted
-from forerun.errors import SettingError, require
+from forerun.errors import SettingError
 from forerun.runtime.base import Rows
 
 SECONDS = (
@@ -104,14 +104,9 @@ class Chain(DrafterSpec):
     kind: ClassVar[str] = "chain"
     summary: ClassVar[str] = "one without a model where it is sure, else another: FIRST+THEN"
 
-    first: DrafterSpec
-    then: DrafterSpec
+    first: Annotated[DrafterSpec, Named("a drafter, like suffix")]
+    then: Annotated[DrafterSpec, Named("a drafter, like suffix")]
     enough: Annotated[float, Within(0, inf)] = 2.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, part in (("first", self.first), ("then", self.then)):
-            require(isinstance(part, DrafterSpec), f"chain {name}", part, "a drafter, like suffix")
 
     @property
     def on_torch(self) -> bool:  # type: ignore[override]

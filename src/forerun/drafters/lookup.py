@@ -8,7 +8,6 @@ from forerun.checks import Count
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.free import FreeDrafter
 from forerun.drafters.suffix import Occurrences
-from forerun.errors import require
 
 
 class LookupDrafter(FreeDrafter):
@@ -52,10 +51,7 @@ class Lookup(DrafterSpec):
 
     n: Count = 3
     least: Count = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.least <= self.n, "lookup least", self.least, f"at most n={self.n}")
+    rising: ClassVar[tuple[str, ...]] = ("least", "n")
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
         return LookupDrafter(self.n, self.least)

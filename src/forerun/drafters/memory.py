@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from filelock import FileLock
 
 from forerun.cache import cache_folder
-from forerun.checks import Count, Share, path_or_none
+from forerun.checks import Count, Named, Share
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.ngrams import ORDER, NGrams
 from forerun.drafters.suffix import SuffixDrafter
@@ -116,14 +116,10 @@ class MemoryDraft(DrafterSpec):
     kind: ClassVar[str] = "memory"
     summary: ClassVar[str] = "continue as this text or earlier ones most often did; no model"
 
-    table: str | None = None
+    table: Annotated[str, Named("a file of forerun build-memory, or none")] | None = None
     grow: bool = False
     n: Count = 16
     least: Share = 0.05
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        path_or_none("memory table", self.table, "a file of forerun build-memory")
 
     def remembering(self) -> DrafterSpec:
         return replace(self, grow=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
+from forerun.checks import Named
 from forerun.drafters.base import (
     Drafter,
     DrafterSpec,
@@ -20,7 +21,7 @@ from forerun.drafters.base import (
     Texts,
 )
 from forerun.drafters.stepping import NO_PLACES, branching
-from forerun.errors import ForerunWarning, ModelError, require
+from forerun.errors import ForerunWarning, ModelError
 from forerun.runtime.attention import Parents
 from forerun.runtime.base import CHUNK, Executor, Rows
 from forerun.runtime.load import load_tokenizer
@@ -112,14 +113,10 @@ class ModelDraft(DrafterSpec):
     paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
     bibtex: ClassVar[str] = "leviathan2023 chen2023"
 
-    path: str
+    path: Annotated[str, Named("a folder or a Hugging Face id")]
     trust_remote_code: bool = False
     by: Literal["text", "tokens"] = "text"
     runtime: RuntimeSpec = field(default=TorchRuntime(), repr=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(bool(self.path), "model path", self.path, "a folder or a Hugging Face id")
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """Load the draft beside the target, on its device and in its dtype."""

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from forerun.checks import Count
+from forerun.checks import Count, Named
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.datastore import SORTED, Datastore
 from forerun.drafters.free import FreeDrafter
@@ -56,17 +56,15 @@ class REST(DrafterSpec):
     paper: ClassVar[str] = "He et al. 2024 (REST)"
     bibtex: ClassVar[str] = "rest2024"
 
-    datastore: str
+    datastore: Annotated[str, Named("the file of a datastore")]
     n: Count = 16
     least: Count = 2
     most: Count = 2000
+    rising: ClassVar[tuple[str, ...]] = ("least", "n")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        good = isinstance(self.datastore, str) and bool(self.datastore)
-        require(good, "rest datastore", self.datastore, "the file of a datastore")
         require(self.n <= SORTED, "rest n", self.n, f"at most {SORTED}")
-        require(self.least <= self.n, "rest least", self.least, f"at most n={self.n}")
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
         store = Datastore.load(self.datastore)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 
-from forerun.checks import Count, Within, path_or_none
+from forerun.checks import Count, Named, Within
 from forerun.drafters.base import Drafter, DrafterSpec, Proposal, Step, StepContext, Texts
 from forerun.drafters.stepping import step_by_step
 from forerun.errors import ForerunWarning, SettingError, require
@@ -148,15 +148,13 @@ class SpecBound(DrafterSpec):
     depth: Count | None = None
     width: Count | None = None
     layers: Count | str | None = None
-    exits: str | None = None
+    exits: Annotated[str, Named("a folder of exit heads, or none", empty=True)] | None = None
     bonus: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.layers, str):
             listed(self.layers, self.kind)
-        if self.exits != "":
-            path_or_none("specbound exits", self.exits, "a folder of exit heads")
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """With a runtime of its own around the target's model (`Drafter.target`)."""

@@ -9,10 +9,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from forerun.checks import Count, Within, check
+from forerun.checks import Count, Named, Within, check
 from forerun.controllers.base import Chance, Controller, Forecaster, Outlook
 from forerun.costs import Costs
-from forerun.errors import require
 
 SLOPE = 0.02  # what a further token adds to a target pass, if `cost` is given and `slope` is not
 
@@ -84,6 +83,9 @@ class Plan(ABC):
         return 0
 
 
+Policy = Annotated[Forecaster, Named("one that forecasts, like survival")]
+
+
 @dataclass(frozen=True)
 class Governor(Controller, ABC):
     """Decides for the rows that share a pass, by what a policy forecasts for each.
@@ -92,8 +94,8 @@ class Governor(Controller, ABC):
     the engine keeps; a `Plan` lives for one round. Everything is in Python's own numbers.
     """
 
-    policy: Forecaster
-    cost: Annotated[float, Within(0, 1e9)] | None = None
+    policy: Policy
+    cost: Annotated[float, Within(0, 1e9, above=True)] | None = None
     slope: Annotated[float, Within(0, 1000)] | None = None
     high: Count = 32
 
@@ -102,11 +104,7 @@ class Governor(Controller, ABC):
     """What a draft shall say of its tokens besides what the policy reads."""
 
     def __post_init__(self) -> None:
-        good = isinstance(self.policy, Forecaster)
-        require(good, "policy", self.policy, "one that forecasts, like survival")
         check(self)
-        if self.cost is not None:
-            require(self.cost > 0, "cost", self.cost, "above 0: a draft step costs something")
 
     @cached_property
     def given(self) -> Costs | None:

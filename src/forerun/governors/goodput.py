@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from forerun.checks import Count
-from forerun.controllers.base import Chance, Forecaster
+from forerun.controllers.base import Chance
 from forerun.controllers.calibrated import Calibrated
 from forerun.costs import Costs
-from forerun.governors.base import Governor, Plan, Seat
+from forerun.governors.base import Governor, Plan, Policy, Seat
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Goodput(Governor):
     Algorithm 1 (cost table, stop at the first that gains nothing).
     """
 
-    policy: Forecaster = field(default_factory=Calibrated)
+    policy: Policy = field(default_factory=Calibrated)
     high: Count = 20
 
     summary: ClassVar[str] = "draft on while expected tokens per time rise, calibrated online"

@@ -9,10 +9,10 @@ from operator import gt
 from typing import ClassVar, NamedTuple
 
 from forerun.checks import Whole
-from forerun.controllers.base import Chance, Forecaster, mechanism
+from forerun.controllers.base import Chance, mechanism
 from forerun.controllers.survival import Survival
 from forerun.costs import Costs
-from forerun.governors.base import Governor, Outcome, Plan, Seat
+from forerun.governors.base import Governor, Outcome, Plan, Policy, Seat
 
 SECOND = 0.4
 """Chance that, where a drafted token is rejected, the draft's second choice is the target's: 0.46
@@ -68,7 +68,7 @@ class Renewal(Governor):
     Dinkelbach 1967, "On Nonlinear Fractional Programming".
     """
 
-    policy: Forecaster = field(default_factory=Survival)
+    policy: Policy = field(default_factory=Survival)
     interest: float = mechanism(0.01, off=0.0)
     reserve: float = mechanism(16.0, off=1e9)
     budget: float = mechanism(2.0, off=1e9)
