@@ -77,7 +77,7 @@ class Store(Cache):
     def copy_in(self, row: int, first: int, states: Sequence[torch.Tensor]) -> None:
         """Write copied keys and values into a row's columns."""
         self.reserve(row + 1, first + (states[0].shape[1] if states else 0))
-        layers = sorted(self._store) or range(len(states) // 2)  # none: no pass yet
+        layers = sorted(self._store) or range(len(states) // 2)  # None: no pass yet
         assert len(states) == 2 * len(layers), "columns of another model"
         for layer, keys, values in zip(layers, states[::2], states[1::2], strict=True):
             pair = self._layer(layer, keys[None], values[None])
