@@ -380,12 +380,13 @@ def test_a_long_scoring_lets_others_decode_between_its_parts(held):
 def test_an_abandoned_scoring_leaves_no_work(held):
     server, target = held
     target.gate.clear()
-    with pytest.raises(httpx2.ReadTimeout):
-        server.http.post(
-            "/v1/completions", timeout=0.3,
-            json={"prompt": [3] * 4000, "max_tokens": 0, "echo": True, "logprobs": 1},
-        )  # fmt: skip
     worker = server.server.worker
+    asked = {"prompt": [3] * 4000, "max_tokens": 0, "echo": True, "logprobs": 1}
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(server.http.post, "/v1/completions", timeout=2, json=asked)
+        eventually(lambda: worker.running + worker.waiting == 1)
+        with pytest.raises(httpx2.ReadTimeout):
+            left.result()
     eventually(lambda: worker.running + worker.waiting == 0)
     target.gate.set()
     eventually(server.idle)
