@@ -164,8 +164,8 @@ def hopeless(prompts: int, tokens: int) -> None:
                / sum(r[i].stats.seconds for r in runs)}
             for i, m in enumerate(methods) if i
         }  # fmt: skip
-        rows.append([name, *[show(c) for c in cells[name].values()],
-                     *[f"{cells[name][m]['total']:.3f}" for m in ("auto", "plain again")]])  # fmt: skip
+        sums = [f"{cells[name][m]['total']:.3f}" for m in ("auto", "plain again")]
+        rows.append([name, *[show(c) for c in cells[name].values()], *sums])
     text = (
         f"Speed over plain decoding, greedy, batch 1, {len(work)} test prompts of up to {tokens} "
         "tokens, prefill of both models included, live and paired.\n\n"
