@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,42 +184,36 @@ def rounds_of(trace: Trace, kept: IntArray) -> IntArray:
 
 
 def _text(results: dict[str, Any]) -> str:
-    rows = [
-        [
-            f"{drafter}, depth {depth}",
-            *(f"{one['tokens_per_round']:.2f}" for one in shapes.values()),
-            *("{mean:.3f} [{low:.3f}, {high:.3f}]".format(**shapes[f"tree of {n}"]["over_leaves"])
-              for n in NODES),
-        ]
-        for drafter, own in results.items() for depth, shapes in own.items()
-    ]  # fmt: skip
-    shapes = list(next(iter(next(iter(results.values())).values())))
-    header = ["draft", *shapes, *(f"{n} over leaves" for n in NODES)]
     return (
         "Greedy prompts. Tokens a round, if a draft of so many steps is judged as a chain; with "
         "the second choice beside each of its tokens (leaves: twice as many nodes); as a tree of "
         "fixed shape with so many nodes, the best for the other half of the prompts, and with "
         f"{NODES[-1]} for these very ones; with all first and second choices, in any order. "
         "Then the rounds with leaves over those with a tree, with a 95 % bootstrap interval.\n\n"
-        + table(header, rows)
+        + _rows(results, lambda one: f"{one['tokens_per_round']:.2f}")
     )
 
 
 def _live_text(results: dict[str, Any]) -> str:
+    return (
+        "Greedy prompts, in the engine: tokens a round (and nodes that the target judged) of "
+        "drafts of so many steps, alone; with the second choice beside each token; with a tree of "
+        "so many nodes grown in the same steps. Then the rounds with leaves over those with a "
+        "tree, with a 95 % bootstrap interval.\n\n"
+        + _rows(results, lambda one: f"{one['tokens_per_round']:.2f} ({one['nodes']:.1f})")
+    )
+
+
+def _rows(results: dict[str, Any], cell: Callable[[dict[str, Any]], str]) -> str:
+    """A row for each draft and depth, by shape, and the shapes of `NODES` over leaves."""
     rows = [
         [
             f"{drafter}, depth {depth}",
-            *(f"{one['tokens_per_round']:.2f} ({one['nodes']:.1f})" for one in shapes.values()),
+            *map(cell, shapes.values()),
             *("{mean:.3f} [{low:.3f}, {high:.3f}]".format(**shapes[f"tree of {n}"]["over_leaves"])
               for n in NODES),
         ]
         for drafter, own in results.items() for depth, shapes in own.items()
     ]  # fmt: skip
     shapes = list(next(iter(next(iter(results.values())).values())))
-    header = ["draft", *shapes, *(f"{n} over leaves" for n in NODES)]
-    return (
-        "Greedy prompts, in the engine: tokens a round (and nodes that the target judged) of "
-        "drafts of so many steps, alone; with the second choice beside each token; with a tree of "
-        "so many nodes grown in the same steps. Then the rounds with leaves over those with a "
-        "tree, with a 95 % bootstrap interval.\n\n" + table(header, rows)
-    )
+    return table(["draft", *shapes, *(f"{n} over leaves" for n in NODES)], rows)
