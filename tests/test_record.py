@@ -283,10 +283,9 @@ def test_whoever_walks_away_keeps_whole_batches():
     model = scripted()
     work = [Task("any", str(i), [1, 2], Sampling(max_new_tokens=5)) for i in range(5)]
     stream = lab.parts(model, work, depth=3, batch_size=2)
-    first = next(stream)
+    trace = next(stream)
     stream.close()
-    assert first.trace.ids == ("0", "1")
-    trace = lab.finish(model, work, [first], 2, {})
+    assert trace.ids == ("0", "1")
     assert trace.about["complete"] is False
     assert model.target.lengths == model.drafter.rows.lengths == []
 
@@ -319,7 +318,7 @@ def test_what_is_written_at_an_interrupt_is_the_last_part(monkeypatch):
     monkeypatch.setattr(lab, "_draft_texts", interrupted)
     kept = []
     made = lab.parts(model, work, depth=3, batch_size=2, interrupted=kept.append)
-    assert [next(made).trace.ids, next(made).trace.ids] == [("0", "1"), ("2", "3")]
+    assert [next(made).ids, next(made).ids] == [("0", "1"), ("0", "1", "2", "3")]
     assert (counts, kept) == ([2, 2, 2], [2])
     with pytest.raises(KeyboardInterrupt):
         next(made)

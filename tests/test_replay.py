@@ -17,7 +17,7 @@ from forerun.engine import Sampling
 from forerun.engine.meter import Meter
 from forerun.errors import SettingError
 from forerun.governors import Governor
-from forerun.lab.traces.record import Task, parts
+from forerun.lab.traces.record import Task, record
 from forerun.lab.traces.replay import replay, stream
 from forerun.lab.traces.results import Replay, Rounds, geometric, rate, summarise
 from forerun.lab.traces.trace import Trace, concatenate
@@ -81,7 +81,7 @@ CELL = Costs.synthetic(10, slope=0.02, fixed=0.1)
 
 
 def recorded(model: Model, tasks: list[Task], depth: int = 40, rule: str = "gumbel") -> Trace:
-    return concatenate([part.trace for part in parts(model, tasks, depth=depth, rule=rule)])
+    return record(model, tasks, depth=depth, rule=rule)
 
 
 def live(

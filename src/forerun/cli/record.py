@@ -1,11 +1,9 @@
 """`forerun record`: a trace that any controller can be replayed over."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from forerun.checks import whole
 from forerun.cli.shared import options
@@ -18,9 +16,6 @@ from forerun.prompts import Prompt, find_prompts, is_shipped, seeded
 from forerun.requests import Sampling
 from forerun.settings import Settings
 from forerun.zoo import PENALTY
-
-if TYPE_CHECKING:
-    from forerun.lab.traces.record import RecordedPart
 
 SCHEMA = 1
 COPYING = "lookup", "suffix"  # drafters whose settings exports give to other engines
@@ -91,35 +86,32 @@ def _record(
     job: Job, prompts: Sequence[Prompt], depth: int, output: str, about: dict[str, Any]
 ) -> Trace:
     """Record under a bar and save, interrupted what is complete."""
-    from forerun.lab.traces.record import Task, finish, parts
+    from forerun.lab.traces.record import Task, parts
 
     tasks = [Task(str(p.family), str(p.id), p.ids, p.sampling) for p in prompts]
-    done: list[RecordedPart] = []
-
-    def save() -> Trace:
-        trace = finish(job.model, tasks, done, job.batch_size, about)
-        trace.write(output)
-        return trace
+    trace: Trace | None = None
 
     def interrupted(count: int) -> None:
         remark(f"interrupted; drafting for {count} texts that are complete")
 
     made = parts(
-        job.model, tasks, depth=depth, batch_size=job.batch_size, rule=job.rule,
+        job.model, tasks, depth=depth, batch_size=job.batch_size, rule=job.rule, about=about,
         interrupted=interrupted,
     )  # fmt: skip
     try:
         with progress("recording", len(tasks), "prompts") as tell:
-            for part in made:
-                done.append(part)
-                tell("recording", sum(p.trace.prompts for p in done))
+            for trace in made:
+                tell("recording", trace.prompts)
     except KeyboardInterrupt:
-        if done:
-            remark(f"interrupted; {output} holds {save().prompts} of {len(tasks)} prompts")
-        else:
+        if trace is None:
             remark("interrupted before the first text was complete; nothing is saved")
+        else:
+            trace.write(output)
+            remark(f"interrupted; {output} holds {trace.prompts} of {len(tasks)} prompts")
         raise
-    return save()
+    assert trace is not None, "there is a prompt at least"
+    trace.write(output)
+    return trace
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ controller, whose counts then have the live engine's distribution (docs/trace.md
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
@@ -57,31 +58,9 @@ class Task:
     sampling: Sampling
 
 
-@dataclass(frozen=True)
-class RecordedPart:
-    """Prompts recorded together."""
-
-    trace: Trace
-    plain_seconds: float  # wall time the target took to write the texts
-    seconds: float  # wall time in all
-
-
-def record(
-    model: Model,
-    tasks: Sequence[Task],
-    *,
-    depth: int = 24,
-    batch_size: int = 16,
-    rule: str | AcceptanceRule = "gumbel",
-    progress: Callable[[int], None] | None = None,
-) -> Trace:
-    """Record every prompt, as `parts` does; `progress` gets the number of prompts done."""
-    done: list[RecordedPart] = []
-    for part in parts(model, tasks, depth=depth, batch_size=batch_size, rule=rule):
-        done.append(part)
-        if progress is not None:
-            progress(sum(p.trace.prompts for p in done))
-    return finish(model, tasks, done, batch_size, {"rule": RULES.text(RULES.make(rule))})
+def record(model: Model, tasks: Sequence[Task], **how: Any) -> Trace:
+    """Record every prompt; arguments and errors as of `parts`."""
+    return deque(parts(model, tasks, **how), 1).pop()
 
 
 def parts(
@@ -91,11 +70,14 @@ def parts(
     depth: int = 24,
     batch_size: int = 16,
     rule: str | AcceptanceRule = "gumbel",
-    interrupted: Callable[[int], None] | None = None,
-) -> Iterator[RecordedPart]:
-    """Record batch by batch, in the order of the tasks; a caller may stop between batches.
+    about: Mapping[str, Any] | None = None,
+    interrupted: Callable[[int], None] = lambda texts: None,
+) -> Iterator[Trace]:
+    """Record batch by batch, in the order of the tasks: the trace of all so far, with its
+    provenance, so that a caller may stop between.
 
-    Interrupted, it goes on with what is written of the batch: its complete texts are the last part.
+    Interrupted, it goes on with what is written of the batch: with its complete texts the trace
+    comes a last time.
 
     Args:
         model: a target and any drafter.
@@ -103,18 +85,53 @@ def parts(
         depth: K ≥ 1, tokens drafted from each position.
         batch_size: prompts decoded together.
         rule: by which sampled texts are judged, `gumbel` or `standard`.
+        about: what else the trace says of itself.
         interrupted: told how many texts are complete, before they are drafted for; a second
             interrupt drops them.
 
     Raises:
         SettingError: no drafter, one without a bonus token, another rule, coins for a drafter that
             is no draft model, or a setting out of range.
-        KeyboardInterrupt: after the last part.
+        KeyboardInterrupt: after the last trace.
         PromptError: no prompts, or a text that the draft's context cannot hold.
     """
+    judge = RULES.make(rule)
+    _check(model, tasks, depth, batch_size, judge)
+    named = {"rule": RULES.text(judge), **(about or {}), **_provenance(model)}
+    named |= {"sampling": _sampling(tasks), "depth": depth, "batch_size": batch_size}
+    done, plain, total = list[Trace](), 0.0, 0.0
+    for start in range(0, len(tasks), batch_size):
+        batch, began = tasks[start : start + batch_size], time.perf_counter()
+        completions, interrupt = _write(model, batch, judge, batch_size)
+        if interrupt is not None and not completions:
+            raise interrupt
+        plain += time.perf_counter() - began
+        texts = [_text(model, batch[i], own, depth, judge) for i, own in completions.items()]
+        try:
+            made = _traces(model, texts, depth) if interrupt is None else []
+        except KeyboardInterrupt as error:
+            interrupt = error
+        if interrupt is not None:
+            interrupted(len(texts))
+            made = _traces(model, texts, depth)
+        total += time.perf_counter() - began
+        done = [concatenate([*done, *made])]
+        seconds = {"total": total, "plain": plain, "ratio": total / plain}
+        so_far = {
+            "complete": done[0].prompts == len(tasks),
+            "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        }
+        yield replace(done[0], about=named | so_far)
+        if interrupt is not None:
+            raise interrupt
+
+
+def _check(
+    model: Model, tasks: Sequence[Task], depth: int, batch_size: int, judge: AcceptanceRule
+) -> None:
+    """Errors as of `parts`."""
     whole("depth", depth, 1)
     whole("batch size", batch_size, 1)
-    judge = RULES.make(rule)
     require(judge in JUDGES, "rule", RULES.text(judge), "'gumbel' or 'standard'")
     drafter = model.drafter
     require(not isinstance(drafter, NullDrafter), "draft", "none", "somebody who drafts")
@@ -130,40 +147,19 @@ def parts(
                 f"{task.family} {task.id}: prompt and output may have {wanted} tokens and the "
                 f"draft's context holds {drafter.limit}; lower max_new_tokens"
             )
-    return _parts(model, tasks, depth, batch_size, judge, interrupted)
 
 
-def finish(
-    model: Model,
-    tasks: Sequence[Task],
-    done: Sequence[RecordedPart],
-    batch_size: int,
-    settings: Mapping[str, Any],
-) -> Trace:
-    """One trace of all parts (at least one), with its provenance and further `settings` in it."""
-    trace = concatenate([part.trace for part in done])
-    plain, total = sum(p.plain_seconds for p in done), sum(p.seconds for p in done)
+def _provenance(model: Model) -> dict[str, Any]:
     drafter: dict[str, Any] = {"name": type(model.drafter).__name__, "sha256": None, "hashed": None}
     if isinstance(model.drafter, ModelDrafter):
         drafter = identity(model.drafter.rows)
-    about = {
-        **settings,
+    return {
         "target": identity(model.target),
         "draft": drafter,
         "blind": model.drafter.blind,
         "trees": model.target.executor.trees,
-        "sampling": _sampling(tasks),
-        "depth": trace.depth,
-        "batch_size": batch_size,
-        "complete": trace.prompts == len(tasks),
-        "seconds": {
-            "total": round(total, 3),
-            "plain": round(plain, 3),
-            "ratio": round(total / plain, 3),
-        },
         **machine(model.target),
     }
-    return replace(trace, about=about)
 
 
 def _sampling(tasks: Sequence[Task]) -> dict[str, Any]:
@@ -221,51 +217,19 @@ class _Draft:
     accept: FloatArray  # `(n + 1,)` the probability that it does
 
 
-def _parts(
-    model: Model,
-    tasks: Sequence[Task],
-    depth: int,
-    batch_size: int,
-    rule: AcceptanceRule,
-    interrupted: Callable[[int], None] | None,
-) -> Iterator[RecordedPart]:
-    for start in range(0, len(tasks), batch_size):
-        batch, began = tasks[start : start + batch_size], time.perf_counter()
-        completions, interrupt = _write(model, batch, rule, batch_size)
-        if interrupt is not None and not completions:
-            raise interrupt
-        wrote = time.perf_counter()
-        texts = [_text(model, batch[i], done, depth, rule) for i, done in completions.items()]
-        runs: list[dict[str, Any]] = []
-        if interrupt is None:
-            try:
-                runs = _drafted(model, texts, depth)
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            if interrupted is not None:
-                interrupted(len(texts))
-            runs = _drafted(model, texts, depth)
-        made = []
-        for text, own in zip(texts, runs, strict=True):
-            names = text.task.family, text.task.id
-            counts = text.prompt, _budget(model, text.task)
-            made.append(text_trace(names, counts, text.tokens, own, text.eos))
-        yield RecordedPart(concatenate(made), wrote - began, time.perf_counter() - began)
-        if interrupt is not None:
-            raise interrupt
-
-
-def _drafted(model: Model, texts: list[_RecordedText], depth: int) -> list[dict[str, Any]]:
-    """Per text the fields of its `Trace` that hold its runs."""
+def _traces(model: Model, texts: list[_RecordedText], depth: int) -> list[Trace]:
+    """The texts with what is drafted at each of their positions."""
     if isinstance(model.drafter, ModelDrafter):
         drafts = _draft_texts(model.target, model.drafter, texts, depth)
-        return [_runs(text, draft, depth) for text, draft in zip(texts, drafts, strict=True)]
-    contexts = [(text.context, text.source) for text in texts]
-    runs = walked(model, contexts, [text.task.sampling for text in texts], depth)
+        runs = [_runs(text, draft, depth) for text, draft in zip(texts, drafts, strict=True)]
+    else:
+        contexts = [(text.context, text.source) for text in texts]
+        runs = walked(model, contexts, [text.task.sampling for text in texts], depth)
+    made = []
     for text, own in zip(texts, runs, strict=True):
-        text.tokens = own.pop("tokens")
-    return runs
+        names, counts = (text.task.family, text.task.id), (text.prompt, _budget(model, text.task))
+        made.append(text_trace(names, counts, own.pop("tokens", text.tokens), own, text.eos))
+    return made
 
 
 def _write(
