@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import cache
 from itertools import product
 from math import inf, isfinite
 from typing import Any
@@ -292,7 +293,7 @@ def audit(
             check_common(sampling)
     how = {"controller": controller, "rule": keep}
     named = {peer.name: peer for peer in peers}
-    return _Auditor(model, prompts, certain, how, batch_size, named).run()
+    return _compared(model, prompts, certain, how, batch_size, named)
 
 
 def check_lossless(rule: str | AcceptanceRule) -> None:
@@ -320,61 +321,42 @@ def check_common(sampling: Sampling) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Auditor:
-    model: Model
-    prompts: Sequence[Sequence[int]]
-    samplings: Sequence[Sampling]
-    how: Mapping[str, Any]  # controller and rule
-    batch_size: int
-    peers: Mapping[str, Peer]
+def _compared(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    how: Mapping[str, Any],
+    batch_size: int,
+    peers: Mapping[str, Peer],
+) -> Iterator[Comparison]:
+    """As `audit`, whose arguments are checked; `how` holds controller and rule."""
 
-    def run(self) -> Iterator[Comparison]:
-        pairs, every = checks(self.batch_size, [*self.peers.values()]), range(len(self.prompts))
-        for start in every[:: self.batch_size]:
-            group = every[start : start + self.batch_size]
-            texts: dict[tuple[str, int], list[int]] = {}
-            for prompt, pair in product(group, pairs):
-                a, b = (self._text(texts, name, prompt, group) for name in pair)
-                yield self._compare(prompt, pair, a, b, len(self._rows(pair[0], prompt, group)))
-
-    def _rows(self, name: str, prompt: int, group: Sequence[int]) -> Sequence[int]:
-        alone = name in (PLAIN, SPECULATIVE) or name in self.peers
-        return [prompt] if alone else group
-
-    def _text(
-        self, texts: dict[tuple[str, int], list[int]], name: str, prompt: int, group: Sequence[int]
-    ) -> list[int]:
-        """One output, made with those of its batch if it is not there yet."""
-        if (name, prompt) not in texts:
-            rows, how = self._rows(name, prompt, group), self.samplings[prompt]
-            if peer := self.peers.get(name):
-                limits = how.max_new_tokens, how.repetition_penalty
-                done = peer.generate([self.prompts[prompt]], *limits).tokens
-            else:
-                done = self._decode(rows, plain=name.startswith(PLAIN))
-            texts |= {(name, i): tokens for i, tokens in zip(rows, done, strict=True)}
-        return texts[name, prompt]
-
-    def _decode(self, group: Sequence[int], *, plain: bool = False) -> list[list[int]]:
-        done = self.model.generate(
-            [self.prompts[i] for i in group],
-            sampling=[self.samplings[i] for i in group],
-            batch_size=len(group),
-            plain=plain,
-            **self.how,
-        )
+    @cache
+    def written(name: str, rows: tuple[int, ...]) -> list[list[int]]:
+        """What prompts become together; of a peer, one prompt."""
+        asked, wanted = [prompts[i] for i in rows], [samplings[i] for i in rows]
+        if peer := peers.get(name):
+            limits = wanted[0].max_new_tokens, wanted[0].repetition_penalty
+            return peer.generate(asked, *limits).tokens
+        plain, size = name.startswith(PLAIN), len(rows)
+        done = model.generate(asked, sampling=wanted, batch_size=size, plain=plain, **how)
         return [completion.tokens for completion in done]
 
-    def _compare(
-        self, prompt: int, pair: tuple[str, str], a: list[int], b: list[int], rows: int
-    ) -> Comparison:
-        if a == b:
-            return Comparison(prompt, *pair, (a, b), Kind.IDENTICAL)
-        difference = explain(self.model, self.prompts[prompt], a, b, self.samplings[prompt], rows)
-        kind = Kind.BUG if self.peers.keys().isdisjoint(pair) else Kind.DIFFERS
-        kind = Kind.NEAR_TIE if difference.near_tie else kind
-        return Comparison(prompt, *pair, (a, b), kind, difference)
+    pairs, alone = checks(batch_size, [*peers.values()]), {PLAIN, SPECULATIVE, *peers}
+    every = tuple(range(len(prompts)))
+    for start in every[::batch_size]:
+        group = every[start : start + batch_size]
+        for prompt, pair in product(group, pairs):
+            rows = [(prompt,) if name in alone else group for name in pair]
+            made = zip(pair, rows, strict=True)
+            a, b = (written(name, own)[own.index(prompt)] for name, own in made)
+            kind, difference = Kind.IDENTICAL, None
+            if a != b:
+                size = len(rows[0])
+                difference = explain(model, prompts[prompt], a, b, samplings[prompt], size)
+                theirs = Kind.BUG if peers.keys().isdisjoint(pair) else Kind.DIFFERS
+                kind = Kind.NEAR_TIE if difference.near_tie else theirs
+            yield Comparison(prompt, *pair, (a, b), kind, difference)
 
 
 def summary(comparisons: Iterable[Comparison]) -> str:
