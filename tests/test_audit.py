@@ -16,8 +16,7 @@ from forerun.drafters.model import ModelDrafter
 from forerun.engine import Sampling
 from forerun.errors import PromptError, SettingError
 from forerun.lab.audit import Kind, audit, checks, explain, first_difference
-from forerun.lab.bench.methods import Run
-from forerun.lab.bench.peers import Peer
+from forerun.lab.bench.peers import Peer, Run
 from forerun.model import Model
 from forerun.runtime import Executor, Rows, TorchExecutor, torch_rows
 from forerun.testing import ScriptedModel

@@ -23,10 +23,9 @@ from forerun import Model
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import PromptError, SettingError
 from forerun.lab.bench import bench, report
-from forerun.lab.bench.bench import Results, load, measure
-from forerun.lab.bench.methods import PLAIN, Ours, Run, groups
-from forerun.lab.bench.peers import Peer, PeerError, named
-from forerun.lab.bench.report import ALL
+from forerun.lab.bench.bench import Ours, Results, groups, load, measure
+from forerun.lab.bench.peers import Peer, PeerError, Run, named
+from forerun.lab.bench.report import ALL, PLAIN
 from forerun.prompts import Prompt
 from forerun.requests import Sampling
 from forerun.testing import ScriptedModel

@@ -15,8 +15,7 @@ from forerun.drafters.model import ModelDrafter
 from forerun.engine import Engine, Request, Sampling
 from forerun.errors import ModelError, PromptError, SettingError, UnknownNameError
 from forerun.lab.audit import Kind, audit
-from forerun.lab.bench.methods import Run
-from forerun.lab.bench.peers import Peer
+from forerun.lab.bench.peers import Peer, Run
 from forerun.lab.calibrate import easd
 from forerun.lab.traces import measuring
 from forerun.lab.traces.record import Task, record

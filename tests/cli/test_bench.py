@@ -12,7 +12,7 @@ import pytest
 import forerun
 from forerun.cli.bench import app, split_names
 from forerun.cli.shared.guard import guarded
-from forerun.lab.bench.methods import Ours
+from forerun.lab.bench.bench import Ours
 from forerun.prompts import Prompt, Reader, unroll
 
 from .conftest import Result

@@ -1,15 +1,13 @@
 """`forerun bench`: measure methods and peers side by side, and compare two measurements."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
@@ -24,17 +22,14 @@ from forerun.controllers import CONTROLLERS
 from forerun.errors import SettingError, UnknownNameError, require
 from forerun.lab.bench import bench as lab
 from forerun.lab.bench import report
-from forerun.lab.bench.methods import PLAIN, Group, Ours, groups
-from forerun.lab.bench.peers import Command, Method, Peer, named, opening
-from forerun.lab.bench.report import Cell, Change, Document
+from forerun.lab.bench.bench import Group, Method, Ours, groups
+from forerun.lab.bench.peers import Command, Peer, named, opening
+from forerun.lab.bench.report import PLAIN, Cell, Change, Document
 from forerun.lab.traces.costs import CostTable
 from forerun.lab.traces.replay_report import shares
 from forerun.lab.traces.trace import Trace
 from forerun.prompts import Prompt, find_prompts, unroll
 from forerun.requests import Sampling
-
-if TYPE_CHECKING:
-    from forerun.model import Model
 
 NAMED = ("target", "draft")  # without their paths on this machine
 FIXED = "fixed(5)"  # measured beside the default controller
@@ -123,17 +118,17 @@ def bench(
     from forerun.model import DEFAULT_CONTROLLER
 
     recorded = (Trace.read(trace), CostTable.read(costs)) if trace and costs else None
-    compared = Compared.read(
-        controllers or f"{DEFAULT_CONTROLLER};{FIXED}",
-        rules,
-        _commands(peers, peer_python or [], peer or []),
-        temperature,
-    )
+    lengths = split_names(controllers or f"{DEFAULT_CONTROLLER};{FIXED}", ";")
+    keeps = split_names(rules, ";")
+    _check(lengths, keeps, temperature)
+    commands = _commands(peers, peer_python or [], peer or [])
 
     job, chosen = _open(models, requested, chat, skip_long)
     settings = {
         **{n: Path(m).name if Path(m).is_dir() else m for n in NAMED if (m := job.about[n])},
-        **compared.to_json(),
+        "controllers": lengths,
+        "rules": keeps,
+        "peers": list(dict.fromkeys(command.label for command in commands)),
         "families": list(dict.fromkeys(prompt.family for prompt in chosen)),
         "prompts_per_family": prompts,
         "split": None if prompt_file else split,
@@ -144,11 +139,11 @@ def bench(
         "seed": seed,
         **{name: job.about[name] for name in ("device", "dtype", "runtime")},
     }
-    work = groups(_seeded(chosen, seed, compared), sizes)
-    results = _measure(models, job, compared, work, folder, settings)
+    work = groups(_seeded(chosen, seed, keeps, temperature), sizes)
+    results = _measure(models, job, commands, work, folder, settings)
     if recorded is not None:
         with status("replaying") as tell:
-            results.document["shares"] = shares(*recorded, compared.controllers, tell)
+            results.document["shares"] = shares(*recorded, lengths, tell)
     cells = results.report()
     if as_json:
         return print_json(results.summary())
@@ -156,41 +151,17 @@ def bench(
     remark(f"report: {folder / lab.PAGE}")
 
 
-@dataclass(frozen=True)
-class Compared:
-    """The methods compared, by their specs, and the temperature."""
+def _check(controllers: Sequence[str], rules: Sequence[str], temperature: float) -> None:
+    """Refuse a wrong spec or temperature before a model is loaded."""
+    from forerun.rules import RULES
 
-    controllers: list[str]
-    rules: list[str]
-    peers: list[Command]
-    temperature: float
-
-    @classmethod
-    def read(cls, controllers: str, rules: str, peers: list[Command], heat: float) -> Compared:
-        """From options; a wrong spec or temperature is refused before a model is loaded."""
-        from forerun.rules import RULES
-
-        lengths, keeps = split_names(controllers, ";"), split_names(rules, ";")
-        for name, specs, registry in (
-            ("controllers", lengths, CONTROLLERS), ("rules", keeps, RULES),
-        ):  # fmt: skip
-            require(len(specs) > 0, name, "", "at least one")
-            for spec in specs:
-                registry.make(spec)
-        Sampling(temperature=heat)
-        return cls(lengths, keeps, peers, heat)
-
-    def to_json(self) -> dict[str, Any]:
-        peers = list(dict.fromkeys(command.label for command in self.peers))
-        return {"controllers": self.controllers, "rules": self.rules, "peers": peers}
-
-    def ours(self, model: Model) -> list[Method]:
-        """Plain decoding, and every controller with every rule."""
-        out: list[Method] = [Ours(PLAIN, model)]
-        for rule, spec in product(self.rules, self.controllers):
-            name = spec if rule == "gumbel" else f"{spec} + {rule}"
-            out.append(Ours(name, model, spec, rule, self.temperature > 0))
-        return out
+    for name, specs, registry in (
+        ("controllers", controllers, CONTROLLERS), ("rules", rules, RULES),
+    ):  # fmt: skip
+        require(len(specs) > 0, name, "", "at least one")
+        for spec in specs:
+            registry.make(spec)
+    Sampling(temperature=temperature)
 
 
 def split_names(text: str, mark: str) -> list[str]:
@@ -227,7 +198,9 @@ def _prompts(
     return [p for name in names for p in find_prompts(f"builtin:{name}", split, limit, cap)]
 
 
-def _seeded(prompts: Sequence[Prompt], seed: int, compared: Compared) -> list[Prompt]:
+def _seeded(
+    prompts: Sequence[Prompt], seed: int, rules: Sequence[str], heat: float
+) -> list[Prompt]:
     """The prompts as all methods take them; sampled texts get seeds of their own.
 
     Of a prompt's settings only two count. Where a rule tosses coins, texts go on after their end,
@@ -235,8 +208,7 @@ def _seeded(prompts: Sequence[Prompt], seed: int, compared: Compared) -> list[Pr
     """
     from forerun.rules import RULES
 
-    heat = compared.temperature
-    longer = heat > 0 and not all(RULES.make(rule).gumbel_max for rule in compared.rules)
+    longer = heat > 0 and not all(RULES.make(rule).gumbel_max for rule in rules)
 
     def sampling(i: int, own: Sampling) -> Sampling:
         return Sampling(
@@ -282,9 +254,15 @@ def _open(
 
 
 def _measure(
-    models: Models, job: Job, compared: Compared, work: list[Group], folder: Path, about: Document
+    models: Models,
+    job: Job,
+    commands: list[Command],
+    work: list[Group],
+    folder: Path,
+    about: Document,
 ) -> lab.Results:
-    """Measure what is not measured yet; interrupted, the report of what there is is written."""
+    """Measure what is not measured yet, `about` being the settings; interrupted, the report of what
+    there is is written."""
     from forerun.drafters.model import ModelDrafter
     from forerun.lab.provenance import identity, machine
 
@@ -293,15 +271,17 @@ def _measure(
     provenance = machine(target) | {"target": identity(target), "draft": job.about["draft"]}
     if isinstance(drafter, ModelDrafter):
         provenance["draft"] = identity(drafter.rows)
+    methods: list[Method] = [Ours(PLAIN, job.model)]
+    for rule, spec in product(about["rules"], about["controllers"]):
+        name = spec if rule == "gumbel" else f"{spec} + {rule}"
+        methods.append(Ours(name, job.model, spec, rule, about["temperature"] > 0))
     with ExitStack() as stack:
-        theirs: list[Any] = []
-        skipped = []
-        if compared.temperature > 0:
+        if about["temperature"] > 0:
             why = "peers are measured greedily, and --temperature is above 0"
-            skipped = [{"name": command.label, "reason": why} for command in compared.peers]
+            skipped = [{"name": command.label, "reason": why} for command in commands]
         else:
-            theirs, skipped = start_peers(stack, job, models, compared.peers)
-        methods = [*compared.ours(job.model), *theirs]
+            theirs, skipped = start_peers(stack, job, models, commands)
+            methods += theirs
         results = lab.Results.open(folder, about, provenance, methods, skipped)
         for skip in results.document["skipped"]:
             remark(f"skipped {skip['name']}: {skip['reason']}")

@@ -1,4 +1,4 @@
-"""Paired, interleaved measurements: every method on every prompt, side by side.
+"""Methods that continue prompts, measured paired and interleaved: each on every prompt.
 
 A *group* is a batch of prompts decoded together. Per group all methods run in turn, in an order
 drawn for it: a machine that gets slower or faster favours none, and none always finds in the caches
@@ -11,23 +11,123 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from forerun.cache import write_json
-from forerun.errors import SettingError
-from forerun.lab.bench.methods import PLAIN, Group, Run
-from forerun.lab.bench.peers import Method
-from forerun.lab.bench.report import Cell, cells, render
+from forerun.errors import PromptError, SettingError
+from forerun.lab.bench.peers import Kind, Peer, Run
+from forerun.lab.bench.report import PLAIN, Cell, cells, render
 from forerun.prompts import Prompt
+
+if TYPE_CHECKING:
+    from forerun.model import Model
 
 SCHEMA = 1
 FILE, PAGE = "results.json", "report.html"  # of the results, in their folder
 WARM_UP = 12  # tokens written, per method and batch size, before anything counts
 SAVE_EVERY = 15.0  # seconds between two writes of the results while measuring
+
+
+@dataclass(frozen=True)
+class Group:
+    """Prompts of one family that are decoded together."""
+
+    batch: int
+    family: str
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Identifies the group in another run."""
+        return (self.batch, self.family, *(p.id for p in self.prompts))
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Our engine with one controller and one rule, or decoding plainly."""
+
+    name: str
+    model: Model
+    controller: Any = None  # None is plain decoding: the target alone, through the same engine
+    rule: Any = "gumbel"
+    sampled: bool = False  # whether prompts are sampled, not decoded greedily
+
+    largest_batch: ClassVar[int | None] = None  # there is no limit
+
+    @property
+    def kind(self) -> Kind:
+        """Plain decoding, one of ours, or a peer."""
+        return "plain" if self.controller is None else "forerun"
+
+    @property
+    def certain(self) -> bool:
+        """Whether it tosses no coins, so that its texts can be compared with plain decoding's."""
+        from forerun.rules import RULES
+
+        plain = self.controller is None
+        return plain or not self.sampled or RULES.make(self.rule).gumbel_max
+
+    def run(self, prompts: Sequence[Prompt]) -> Run:
+        """Continue these prompts together, timed."""
+        plain = self.controller is None
+        began = time.perf_counter()
+        done = self.model.generate(
+            [p.ids for p in prompts],
+            controller="fixed(0)" if plain else self.controller,
+            rule=None if plain else self.rule,
+            sampling=[p.sampling for p in prompts],
+            batch_size=len(prompts),
+            plain=plain,
+        )
+        seconds = time.perf_counter() - began
+        lengths = Counter(r.accepted for c in done for r in c.rounds)
+        names = "first_token_seconds", "rounds", "drafted", "accepted"
+        ttft, rounds, drafted, accepted = ([getattr(c.stats, n) for c in done] for n in names)
+        tokens, kept = [c.tokens for c in done], dict(sorted(lengths.items()))
+        return Run(seconds, tokens, ttft, rounds, drafted, accepted, kept)
+
+    def about(self) -> dict[str, Any]:
+        """Name, kind and settings, for the results."""
+        from forerun.controllers import CONTROLLERS
+        from forerun.rules import RULES
+
+        out: dict[str, Any] = {"name": self.name, "kind": self.kind}
+        if self.controller is not None:
+            rule = RULES.make(self.rule)
+            out["controller"] = CONTROLLERS.text(CONTROLLERS.make(self.controller))
+            out |= {"rule": RULES.text(rule), "lossless": rule.lossless}
+        return out
+
+
+Method = Ours | Peer  # something that continues prompts
+
+
+def groups(prompts: Sequence[Prompt], batches: Sequence[int]) -> list[Group]:
+    """The prompts of each family in batches of each size, families in turns; `PromptError` if a
+    family has fewer than a batch."""
+    families: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        families.setdefault(str(prompt.family), []).append(prompt)
+    out = []
+    for batch in batches:
+        for family, own in families.items():
+            if len(own) < batch:
+                raise PromptError(
+                    f"{len(own)} prompts of {family} do not fill a batch of {batch}; "
+                    f"give at least {batch} per family (`prompts`), or a smaller `batch`"
+                )
+        most = max(len(own) for own in families.values()) // batch
+        for turn in range(most):  # what does not fill a batch is left out
+            for family, own in families.items():
+                part = tuple(own[turn * batch : (turn + 1) * batch])
+                if len(part) == batch:
+                    out.append(Group(batch, family, part))
+    return out
 
 
 class Results:

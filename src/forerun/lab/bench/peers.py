@@ -24,10 +24,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
 
 from forerun.errors import ForerunError, SettingError
-from forerun.lab.bench.methods import Kind, Ours, Run
 
 if TYPE_CHECKING:
     from forerun.model import Model
@@ -36,6 +35,21 @@ if TYPE_CHECKING:
 START = 600.0  # seconds a peer may take to load its models
 ANSWER = 600.0  # seconds a peer may take for one request
 CAUSE = re.compile(r"\b\w+Error: .*")
+
+Kind = Literal["plain", "forerun", "peer"]  # of a method
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed run of one method on one group; lists are per prompt."""
+
+    seconds: float  # wall time of the whole group, prefill included
+    tokens: list[list[int]]  # output token ids
+    ttft: list[float] | None = None  # seconds to the first token; None if the method cannot tell
+    rounds: list[int] | None = None
+    drafted: list[int] | None = None
+    accepted: list[int] | None = None
+    lengths: dict[int, int] | None = None  # rounds of the group by the drafted tokens they kept
 
 
 class PeerError(ForerunError):
@@ -238,6 +252,3 @@ class Peer:
         assert self._stderr is not None
         self._stderr.seek(0)
         return [s for s in self._stderr.read().splitlines() if s.strip()]
-
-
-Method = Ours | Peer  # something that continues prompts

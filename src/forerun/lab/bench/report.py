@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from forerun.lab.bench.methods import PLAIN
 from forerun.lab.traces.results import geometric
 
 SCHEMA = 1
+PLAIN = "plain"  # the name of decoding with the target alone
 ALL = "all"  # the name of all families together
 LEVEL = 0.05  # a change less likely by chance than this is beyond noise
 

@@ -102,11 +102,10 @@ def parts(
     done, plain, total = list[Trace](), 0.0, 0.0
     for start in range(0, len(tasks), batch_size):
         batch, began = tasks[start : start + batch_size], time.perf_counter()
-        completions, interrupt = _write(model, batch, judge, batch_size)
-        if interrupt is not None and not completions:
+        texts, interrupt = _write(model, batch, depth, judge, batch_size)
+        if interrupt is not None and not texts:
             raise interrupt
         plain += time.perf_counter() - began
-        texts = [_text(model, batch[i], own, depth, judge) for i, own in completions.items()]
         try:
             made = _traces(model, texts, depth) if interrupt is None else []
         except KeyboardInterrupt as error:
@@ -116,12 +115,10 @@ def parts(
             made = _traces(model, texts, depth)
         total += time.perf_counter() - began
         done = [concatenate([*done, *made])]
+        named["complete"] = done[0].prompts == len(tasks)
         seconds = {"total": total, "plain": plain, "ratio": total / plain}
-        so_far = {
-            "complete": done[0].prompts == len(tasks),
-            "seconds": {name: round(value, 3) for name, value in seconds.items()},
-        }
-        yield replace(done[0], about=named | so_far)
+        named["seconds"] = {name: round(value, 3) for name, value in seconds.items()}
+        yield replace(done[0], about=dict(named))
         if interrupt is not None:
             raise interrupt
 
@@ -233,9 +230,9 @@ def _traces(model: Model, texts: list[_RecordedText], depth: int) -> list[Trace]
 
 
 def _write(
-    model: Model, batch: Sequence[Task], rule: AcceptanceRule, batch_size: int
-) -> tuple[dict[int, Completion], KeyboardInterrupt | None]:
-    """The texts that are complete, by place and in its order, and what interrupted the others."""
+    model: Model, batch: Sequence[Task], depth: int, rule: AcceptanceRule, batch_size: int
+) -> tuple[list[_RecordedText], KeyboardInterrupt | None]:
+    """The texts that are complete, and what interrupted the others."""
     stream = model.stream(
         [task.tokens for task in batch],
         plain=True,
@@ -253,7 +250,8 @@ def _write(
                     done[event.request] = event.completion
         except KeyboardInterrupt as error:
             interrupt = error
-    return dict(sorted(done.items())), interrupt
+    texts = [_text(model, batch[i], own, depth, rule) for i, own in sorted(done.items())]
+    return texts, interrupt
 
 
 def _text(
