@@ -27,7 +27,7 @@ from forerun.controllers import CONTROLLERS
 from forerun.costs import Costs
 from forerun.engine import Sampling
 from forerun.engine.meter import Meter
-from forerun.lab.bounds import best_fixed
+from forerun.lab.bounds.bounds import best_fixed
 from forerun.lab.traces.batches import Replayed
 from forerun.lab.traces.record import Task, record
 from forerun.lab.traces.replay import replay, stream

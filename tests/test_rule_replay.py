@@ -17,7 +17,7 @@ from forerun.costs import Costs
 from forerun.engine import Sampling
 from forerun.engine.sampling import Sampler
 from forerun.errors import SettingError
-from forerun.lab.bounds.lenient import lenient_bounds
+from forerun.lab.bounds.bounds import lenient_bounds
 from forerun.lab.traces.record import Task, record
 from forerun.lab.traces.replay import replay
 from forerun.lab.traces.rules import RecordedRule
@@ -146,12 +146,12 @@ def cheapest(ratio: Any, size: int, price: float, at: int = 0) -> float:
 
 @pytest.mark.parametrize("price", [0.2, 1.0, 3.0, 1e9])
 def test_the_bound_is_the_cheapest_policy(price: float) -> None:
-    from forerun.lab.bounds.lenient import _cheapest
+    from forerun.lab.bounds.bounds import _at_price
 
     ratio = np.random.default_rng(0).random((2, 5, 3))
     trace = trace_of(np.zeros((2, 5), bool), 3)
     trace.judged["ratio"] = ratio
-    seconds, drift = _cheapest(trace, CELL, price)
+    seconds, drift = _at_price(trace, CELL, price)
     for row in range(2):
         wanted = cheapest(ratio[row], 5, price)
         assert seconds[row] + price * drift[row] == pytest.approx(wanted)

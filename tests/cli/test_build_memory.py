@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from forerun.cli import main
-from forerun.cli.shared.written import read_written
+from forerun.cli.shared.training_texts import read_written
 from forerun.errors import SettingError
 
 from .conftest import Result
@@ -109,9 +109,9 @@ def test_a_table_is_made_of_them_and_drafted_from(forerun, pair, prompts, tmp_pa
 
 def test_texts_of_others_are_read_and_others_refused(tmp_path):
     path = tmp_path / "texts.jsonl"
-    path.write_text('{"prompt_ids": [1, 2], "answer_ids": [3], "kind": "chat"}\n')
+    path.write_text('{"ids": [1, 2, 3], "n": 2, "kind": "chat"}\n')
     assert list(read_written(path)) == [([1, 2, 3], 1, "chat")]
-    for bad in ('{"ids": [1]}', '{"ids": [1.5], "n": 0}', "[]", "x", '{"text": "x"}'):
+    for bad in ('{"ids": [1]}', '{"ids": [1.5], "n": 0}', "[]", "x", '{"text": "x"}', "null"):
         path.write_text(f'{{"ids": [1], "n": 0}}\n{bad}\n')
         with pytest.raises(SettingError, match="line 2: no text that a target wrote"):
             list(read_written(path))

@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from forerun.lab.exits.layer_view import LayerView, view_layers
+from forerun.lab.exits.exit_replay import LayerView, view_layers
 
 
 def test_shows_every_layer_and_draws(forerun, pair, tmp_path):

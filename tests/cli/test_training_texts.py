@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from forerun.cli.shared import written
-from forerun.cli.shared.training_texts import read_texts
-from forerun.cli.shared.written import GROUP, Archive, read_written
+from forerun.cli.shared import training_texts
+from forerun.cli.shared.training_texts import GROUP, Archive, read_texts, read_written
 from forerun.errors import SettingError
 
 WORDS = "the goats on the mountain eat grass and the boy sees them from the door of the hut "
@@ -77,7 +76,7 @@ def test_prompts_are_continued_by_the_target(train, tmp_path):
 
 @pytest.mark.parametrize(("seconds", "left"), [(0.0, 4), (1e9, 0)])
 def test_texts_of_a_slow_target_are_kept_as_they_come(train, tmp_path, monkeypatch, seconds, left):
-    monkeypatch.setattr(written, "SECONDS", seconds)
+    monkeypatch.setattr(training_texts, "SECONDS", seconds)
     path, texts = tmp_path / "prompts.jsonl", tmp_path / "draft" / "texts.jsonl.gz"
     lines = [json.dumps({"prompt": f"Goat {i}", "max_new_tokens": 6}) + "\n" for i in range(5)]
     path.write_text("".join(lines), encoding="utf-8")

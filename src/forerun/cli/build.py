@@ -47,7 +47,7 @@ def write(
     require(top >= 0, "top", top, "≥ 0")
     claim(output)
 
-    from forerun.cli.shared.written import Archive, written
+    from forerun.cli.shared.training_texts import Archive, written
 
     asked = seeded(find_prompts(prompts, "val", limit, max_new_tokens, penalised=False), seed)
     how = Settings(controller="fixed(0)", draft="none")
@@ -119,7 +119,7 @@ def build_memory(
     """
     require(entries >= 1, "entries", entries, "≥ 1")
     claim(output)
-    from forerun.cli.shared.written import read_written
+    from forerun.cli.shared.training_texts import read_written
     from forerun.drafters.memory import fingerprint
     from forerun.drafters.ngrams import NGrams
 

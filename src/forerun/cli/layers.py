@@ -18,7 +18,7 @@ from forerun.errors import SettingError, require
 from forerun.prompts import Prompt, read_text
 
 if TYPE_CHECKING:
-    from forerun.lab.exits.layer_view import LayerView
+    from forerun.lab.exits.exit_replay import LayerView
 
 CELL = 8  # characters of a token that are shown
 WIDTH = 22  # of the columns before the tokens
@@ -48,7 +48,7 @@ def layers(
     claim(output)
     text = read_text(prompt).removesuffix("\n") if prompt == "-" else prompt
     job, rows = models.alone.open([Prompt(text)], {"max_new_tokens": max_new_tokens})
-    from forerun.lab.exits.layer_view import view_layers
+    from forerun.lab.exits.exit_replay import view_layers
 
     with status("reading layers"):
         how = {"controller": "fixed(0)", "sampling": rows[0].sampling}

@@ -16,7 +16,7 @@ from forerun.cli.shared.report import claim, print_json
 from forerun.cli.shared.report import report as deliver
 from forerun.controllers import CONTROLLERS
 from forerun.errors import SettingError, UnknownNameError
-from forerun.lab.bounds.lenient import lenient_bounds
+from forerun.lab.bounds.bounds import lenient_bounds
 from forerun.lab.traces import replay_report as report
 from forerun.lab.traces.costs import Cell, CostTable
 from forerun.lab.traces.results import takes_leaves

@@ -1,4 +1,5 @@
-"""Bounds on the speed of a trace: the clairvoyant oracle, and the best of simple policies.
+"""Bounds on the speed of a trace: the clairvoyant oracle, the same with rules, and the best of
+simple policies.
 
 The maths is in docs/bounds.md; the bound for policies that see only what a real controller sees
 is in `forerun.lab.bounds.informed`.
@@ -8,15 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from forerun.checks import whole
+from forerun.errors import SettingError, require
 from forerun.lab.traces.costs import Cell, passes
 from forerun.lab.traces.replay import replay
-from forerun.lab.traces.results import Rounds, mean_speed
+from forerun.lab.traces.results import Rounds, geometric, mean_speed
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray, IntArray
+
+BUDGETS = (0.0, 0.01, 0.02, 0.05)  # mean drifts per token that are asked for
+SEARCHED = 16  # prices tried
 
 
 @dataclass(frozen=True)
@@ -159,3 +165,72 @@ def tuned(trace: Trace, cell: Cell, drafted: dict[str, Path]) -> list[Bound]:
     """Controllers in a cell, the best first, by geometric mean of the speed-up."""
     bounds = [Bound.of(spec, path, trace, cell) for spec, path in drafted.items()]
     return sorted(bounds, key=lambda bound: -bound.mean)
+
+
+def lenient_bounds(
+    trace: Trace, cell: Cell, budgets: tuple[float, ...] = BUDGETS
+) -> list[dict[str, Any]]:
+    """The bound with rules at each budget, a mean drift per token in [0, 1]: `lenient_bound` of the
+    document of `replay --json`. `SettingError` for a trace without what rules read.
+
+    Knowing a run's acceptance ratios, but not the coins, a round drafts k tokens and keeps each for
+    sure or by its coin. Kept for sure, a token costs a drift of 1 less its ratio. Dynamic
+    programming finds the cheapest such policy in seconds and price · drift, from the end of a text
+    backwards; the price is the least at which the mean drift a token stays within a budget
+    (docs/bounds.md).
+    """
+    if np.isnan(trace.judged["ratio"]).any():
+        raise SettingError("bounds of rules need what rules read; record with a draft model")
+    plain = trace.sizes.astype(np.float64) * cell.plain
+    tokens = trace.sizes.sum()
+
+    def priced(price: float) -> tuple[float, FloatArray, float]:
+        """The price of a unit of drift, `(prompts,)` seconds, and the mean drift."""
+        seconds, drift = _at_price(trace, cell, price)
+        return price, seconds, float(drift.sum() / tokens)
+
+    out = []
+    for budget in budgets:
+        require(0 <= budget <= 1, "drift", budget, "in [0, 1]")
+        low, high = 0.0, float(cell.plain) * 64
+        best = priced(np.inf)
+        for _ in range(SEARCHED if budget else 0):
+            tried = priced((low + high) / 2)
+            if tried[2] <= budget:
+                best, high = tried, tried[0]
+            else:
+                low = tried[0]
+        price, seconds, drift = best
+        shown = price / cell.plain if budget else None
+        speedup = geometric(plain / seconds)
+        out.append({"budget": budget, "drift": drift, "price": shown, "speedup": speedup})
+    return out
+
+
+def _at_price(trace: Trace, cell: Cell, price: float) -> tuple[FloatArray, FloatArray]:
+    """`(prompts,)` expected seconds and drift of the policy that is cheapest at a price."""
+    (prompts, size), depth = trace.tokens.shape, trace.depth
+    count = np.arange(depth + 1)
+    taken = cell.draft_seconds(count) + passes(cell, depth)
+    most, ratio, finite = reach(trace), trace.judged["ratio"], np.isfinite(price)
+    # (what, prompts, position): seconds and drift yet to come; behind the end nothing is.
+    ahead = np.zeros((2, prompts, size + depth + 2))
+    weight = np.array([1.0, price if finite else 0.0])
+    for at in reversed(range(size)):
+        value = ahead[:, :, at + 1 : at + depth + 2].copy()  # by length, all kept
+        for j in reversed(range(depth)):
+            chance, kept = ratio[:, at, j, None], value[:, :, j + 1 :]
+            tossed = chance * kept + (1 - chance) * ahead[:, :, at + j + 1, None]
+            if finite:
+                sure = kept.copy()
+                sure[1] += 1 - chance
+                better = np.tensordot(weight, sure - tossed, 1) < 0
+                tossed = np.where(better, sure, tossed)
+            value[:, :, j + 1 :] = tossed
+        value[0] += taken
+        total = np.tensordot(weight, value, 1)
+        total[count > most[:, at, None]] = np.inf
+        best = total.argmin(1)[None, :, None]
+        chosen = np.take_along_axis(value, np.broadcast_to(best, (2, prompts, 1)), 2)[..., 0]
+        ahead[:, :, at] = np.where(at < trace.sizes, chosen, 0.0)
+    return ahead[0, :, 0], ahead[1, :, 0]
