@@ -128,18 +128,12 @@ class WithPast:
 
 
 @dataclass(frozen=True)
-class TokenOdds:
-    """Log-odds of acceptance by each token's own signals."""
-
-    texts: TracePositions
-    odds: FloatArray  # `(positions, K)` log-odds that it is kept
-    chance: FloatArray  # the same as probabilities
-
-
-@dataclass(frozen=True)
-class RunOdds(TokenOdds):
+class RunOdds:
     """Log-odds by all signals of a run, computed once; those of the past are added later."""
 
+    texts: TracePositions
+    odds: FloatArray  # `(positions, K)` log-odds that a token is kept, by its own signals
+    chance: FloatArray  # the same as probabilities
     kept: FloatArray  # `(positions, K)` of `Acceptance.kept`
     following: FloatArray  # `(positions, K)` of `Acceptance.following`
 
@@ -166,30 +160,30 @@ class Acceptance:
         raw = texts.raw[position, token]
         knots = np.quantile(raw, QUANTILES, axis=0).T
         alone = logistic(_bends(raw, knots), hit[position, token])
-        prepared = _alone(texts, alone, knots)
-        index, past = _wander(prepared, rng)
+        every = _alone(texts, alone, knots)
+        index, past = _wander(texts, _chance(every), rng)
         turn, token = _pairs(judged[index], rng)
         at = index[turn]
-        own, odds = _own(prepared.odds[at], token), prepared.odds[at, token]
+        own, odds = _own(every[at], token), every[at, token]
         kept = WithPast.fit(own, odds, past[turn], hit[at, token])
         turn, token = _pairs(judged[index, 1:], rng)  # the token after this one is judged
         at = index[turn]
-        own = _next(prepared.odds[at], texts.raw[at, token], token, knots)
-        following = WithPast.fit(own, prepared.odds[at, token], past[turn], hit[at, token + 1])
+        own = _next(every[at], texts.raw[at, token], token, knots)
+        following = WithPast.fit(own, every[at, token], past[turn], hit[at, token + 1])
         can = texts.reach[index] > 0
         opening = logistic(past[can], hit[index[can], 0])
         return cls(knots, alone, kept, following, opening)
 
     def prepare(self, texts: TracePositions) -> RunOdds:
         """Log-odds by the signals alone, for all positions of the texts."""
-        prepared = _alone(texts, self.alone, self.knots)
-        kept, following = np.empty((2, *prepared.odds.shape))
+        odds = _alone(texts, self.alone, self.knots)
+        kept, following = np.empty((2, *odds.shape))
         for depth in range(texts.depth):
-            token = np.full(len(prepared.odds), depth)
-            kept[:, depth] = self.kept.own(_own(prepared.odds, token))
-            signals = _next(prepared.odds, texts.raw[:, depth], token, self.knots)
+            token = np.full(len(odds), depth)
+            kept[:, depth] = self.kept.own(_own(odds, token))
+            signals = _next(odds, texts.raw[:, depth], token, self.knots)
             following[:, depth] = self.following.own(signals)
-        return RunOdds(texts, prepared.odds, prepared.chance, kept, following)
+        return RunOdds(texts, odds, _chance(odds), kept, following)
 
     def beliefs(
         self, prepared: RunOdds, index: IntArray, past: FloatArray
@@ -210,20 +204,21 @@ class Acceptance:
         )
 
 
-def _alone(texts: TracePositions, alone: Linear, knots: FloatArray) -> TokenOdds:
-    odds = np.stack([alone(_bends(texts.raw[:, n], knots)) for n in range(texts.depth)], 1)
-    return TokenOdds(texts, odds, _chance(odds))
+def _alone(texts: TracePositions, alone: Linear, knots: FloatArray) -> FloatArray:
+    return np.stack([alone(_bends(texts.raw[:, n], knots)) for n in range(texts.depth)], 1)
 
 
-def run(prepared: TokenOdds, decide: Decide) -> tuple[Path, IntArray, FloatArray]:
-    """Serve all texts; `decide(positions, past)` gives the tokens to draft, `(n,)`."""
-    texts, visited, histories = prepared.texts, [], []
-    memory = Past(texts.trace.prompts)
+def run(
+    texts: TracePositions, chance: FloatArray, decide: Decide
+) -> tuple[Path, IntArray, FloatArray]:
+    """Serve all texts; `decide(positions, past)` gives the tokens to draft, `(n,)`, and `chance`
+    `(positions, K)` is each token's acceptance by the signals alone."""
+    memory, visited, histories = Past(texts.trace.prompts), [], []
 
     def draft(rows: IntArray, at: IntArray) -> IntArray:
         index, past = texts.first[rows] + at, memory.features(rows, at)
         length = np.minimum(decide(index, past), texts.reach[index])
-        memory.note(rows, prepared.chance[index], length, texts.matches[index])
+        memory.note(rows, chance[index], length, texts.matches[index])
         visited.append(index)
         histories.append(past)
         return length
@@ -249,9 +244,11 @@ def logistic(x: FloatArray, hit: BoolArray, ridge: float = 3.0) -> Linear:
     return Linear(plain, float(weights[-1] - middle @ plain))
 
 
-def _wander(prepared: TokenOdds, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+def _wander(
+    texts: TracePositions, chance: FloatArray, rng: np.random.Generator
+) -> tuple[IntArray, FloatArray]:
     """Positions and pasts of rounds with varied lengths near the likely runs."""
-    likely = prepared.chance.cumprod(1)
+    likely = chance.cumprod(1)
     visited, histories = [], []
     for _ in range(5):
 
@@ -259,7 +256,7 @@ def _wander(prepared: TokenOdds, rng: np.random.Generator) -> tuple[IntArray, Fl
             length = (likely[index] > 0.3).sum(1) + rng.integers(-3, 4, len(index))
             return np.maximum(length, 0)
 
-        _, index, past = run(prepared, decide)
+        _, index, past = run(texts, chance, decide)
         visited.append(index)
         histories.append(past)
     return np.concatenate(visited), np.concatenate(histories)

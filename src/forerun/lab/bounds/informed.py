@@ -86,7 +86,7 @@ class Stopper:
         def decide(index: IntArray, past: FloatArray) -> IntArray:
             return (self.gain(prepared, index, past) > 0).cumprod(1).sum(1)
 
-        return run(prepared, decide)
+        return run(prepared.texts, prepared.chance, decide)
 
 
 def improved(stopper: Stopper, prepared: RunOdds, cell: Cell, seed: int = 0) -> FloatArray:
