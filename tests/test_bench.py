@@ -23,7 +23,7 @@ from forerun import Model
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import PromptError, SettingError
 from forerun.lab.bench import bench, report
-from forerun.lab.bench.bench import Ours, Results, groups, load, measure
+from forerun.lab.bench.bench import Ours, Results, groups, key, load, measure
 from forerun.lab.bench.peers import Peer, PeerError, Run, named
 from forerun.lab.bench.report import ALL, PLAIN
 from forerun.prompts import Prompt
@@ -131,11 +131,11 @@ class TestGroups:
         tasks = [task("a", i) for i in range(5)] + [task("b", i) for i in range(4)]
         made = groups(tasks, [1, 2])
         ones, twos = made[:9], made[9:]
-        assert [g.family for g in ones] == list("ababababa")
-        assert [[p.id for p in g.prompts] for g in twos] == [
+        assert [g[0].family for g in ones] == list("ababababa")
+        assert [[p.id for p in g] for g in twos] == [
             ["a-0", "a-1"], ["b-0", "b-1"], ["a-2", "a-3"], ["b-2", "b-3"],
         ]  # fmt: skip
-        assert len({g.key for g in made}) == len(made)
+        assert len({key(g) for g in made}) == len(made)
 
     def test_a_batch_that_cannot_be_filled_is_told(self):
         with pytest.raises(PromptError, match="1 prompts of b do not fill a batch of 2"):

@@ -34,20 +34,6 @@ SAVE_EVERY = 15.0  # seconds between two writes of the results while measuring
 
 
 @dataclass(frozen=True)
-class Group:
-    """Prompts of one family that are decoded together."""
-
-    batch: int
-    family: str
-    prompts: tuple[Prompt, ...]
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Identifies the group in another run."""
-        return (self.batch, self.family, *(p.id for p in self.prompts))
-
-
-@dataclass(frozen=True)
 class Ours:
     """Our engine with one controller and one rule, or decoding plainly."""
 
@@ -105,6 +91,12 @@ class Ours:
 
 
 Method = Ours | Peer  # something that continues prompts
+Group = tuple[Prompt, ...]  # prompts of one family that are decoded together
+
+
+def key(group: Group) -> tuple[Any, ...]:
+    """Identifies a group in another run: its size, its family and its prompts."""
+    return (len(group), str(group[0].family), *(p.id for p in group))
 
 
 def groups(prompts: Sequence[Prompt], batches: Sequence[int]) -> list[Group]:
@@ -123,10 +115,10 @@ def groups(prompts: Sequence[Prompt], batches: Sequence[int]) -> list[Group]:
                 )
         most = max(len(own) for own in families.values()) // batch
         for turn in range(most):  # what does not fill a batch is left out
-            for family, own in families.items():
+            for own in families.values():
                 part = tuple(own[turn * batch : (turn + 1) * batch])
                 if len(part) == batch:
-                    out.append(Group(batch, family, part))
+                    out.append(part)
     return out
 
 
@@ -183,9 +175,9 @@ class Results:
             sample = {k: v for k, v in asdict(run).items() if k != "tokens"}
             sample |= {
                 "method": name,
-                "batch": group.batch,
-                "family": group.family,
-                "prompts": [p.id for p in group.prompts],
+                "batch": len(group),
+                "family": str(group[0].family),
+                "prompts": [p.id for p in group],
                 "tokens": [len(t) for t in run.tokens],
                 "identical": equal,
                 # So that two runs can be compared without their texts.
@@ -235,7 +227,7 @@ def measure(
     runs done and their total.
     """
     done = results.done
-    todo = [g for g in work if g.key not in done]
+    todo = [g for g in work if key(g) not in done]
     active = [m for m in methods if m.name not in {s["name"] for s in results.document["skipped"]}]
     total = _runs(work, active)
     count = total - _runs(todo, active)
@@ -243,13 +235,13 @@ def measure(
     warm: set[int] = set()
     try:
         for group in todo:
-            if group.batch not in warm:
+            if len(group) not in warm:
                 _warm_up(results, group, active)
-                warm.add(group.batch)
-            able = _able(active, group.batch)
+                warm.add(len(group))
+            able = _able(active, len(group))
             finished: dict[str, Run] = {}
-            for method in random.Random(repr(group.key)).sample(able, len(able)):
-                run = _try(results, method, group.prompts, active)
+            for method in random.Random(repr(key(group))).sample(able, len(able)):
+                run = _try(results, method, group, active)
                 if run is not None:
                     finished[method.name] = run
                 count += 1
@@ -294,7 +286,7 @@ def _able(methods: Sequence[Method], batch: int) -> list[Method]:
 
 
 def _runs(groups: Sequence[Group], methods: Sequence[Method]) -> int:
-    return sum(len(_able(methods, group.batch)) for group in groups)
+    return sum(len(_able(methods, len(group))) for group in groups)
 
 
 def _try(
@@ -315,8 +307,8 @@ def _try(
 def _warm_up(results: Results, group: Group, active: list[Method]) -> None:
     short = [
         replace(p, sampling=replace(p.sampling, max_new_tokens=most))
-        for p in group.prompts
+        for p in group
         for most in [min(p.sampling.max_new_tokens, WARM_UP)]
     ]
-    for method in _able(active, group.batch):
+    for method in _able(active, len(group)):
         _try(results, method, short, active)

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from forerun.arrays import softmax
-from forerun.controllers.base import LengthPolicy
+from forerun.controllers.fixed import FixedLength
 from forerun.drafters.base import Proposal
 from forerun.engine import Request, Sampling
 from forerun.engine.judging import Judgements, RowVerdict, raw_of
@@ -24,6 +24,8 @@ from forerun.types import Draft, Target
 
 ALWAYS = frozenset(JUDGED) - {"top5_overlap", "target_rank"}
 """What is known of a token that was drafted without a distribution."""
+DraftedRun = tuple[list[int], int, dict[str, Any]]
+"""Its tokens, why it stopped, a value of `Stop`, and `(n,)` of `SIGNALS` and `JUDGED` by name."""
 
 
 def judged_columns(
@@ -73,38 +75,18 @@ def judged_columns(
 
 
 @dataclass(frozen=True)
-class FullDepth(LengthPolicy):
+class FullDepth(FixedLength):
     """Drafts so many tokens in every round, and is shown everything."""
-
-    depth: int
-
-    summary: ClassVar[str] = "draft so many tokens, and look at all of them"
 
     def signals(self, certain: bool) -> frozenset[str]:
         return frozenset(SIGNALS)
 
-    def limit(self, state: Any) -> int:
-        return self.depth
-
 
 @dataclass(frozen=True)
 class GumbelWithDraft(Gumbel):
-    """`gumbel` that has the draft's logits kept, where there are any."""
+    """`gumbel` that has the draft's logits kept."""
 
-    reads: bool = False
-
-    @property
-    def reads_draft(self) -> bool:
-        return self.reads
-
-
-@dataclass
-class DraftedRun:
-    """What was drafted before one token of a text."""
-
-    tokens: list[int]
-    stopped_by: int
-    values: dict[str, Any]  # `(n,)` of `SIGNALS` and `JUDGED`
+    reads_draft = True
 
 
 class Recorder(Engine):
@@ -112,13 +94,14 @@ class Recorder(Engine):
 
     def __init__(self, model: Model, rows: int) -> None:
         super().__init__(model.target, model.drafter, model.tokenizer, model.eos, rows)
-        self.runs: dict[int, list[DraftedRun]] = {}  # by request, in the order of its tokens
+        self.runs: dict[int, list[DraftedRun]] = {}
+        """By request, in the order of its tokens, what was drafted before each."""
 
     def record(
         self, contexts: Sequence[Any], how: Sequence[Sampling], depth: int
     ) -> list[list[int]]:
         """The texts; arguments as for `walked`."""
-        rule = GumbelWithDraft(self.drafter.has_distribution)
+        rule = GumbelWithDraft() if self.drafter.has_distribution else Gumbel()
         ids = [
             self.submit(Request(prompt, sampling, FullDepth(depth), rule, source))
             for (prompt, source), sampling in zip(contexts, how, strict=True)
@@ -159,7 +142,7 @@ class Recorder(Engine):
                 for name in SIGNALS
             }
             own |= {name: values[name][i, :count] for name in JUDGED if count}
-            self.runs[row.id].append(DraftedRun(tokens[i], int(proposal.stopped_by[i] or 0), own))
+            self.runs[row.id].append((tokens[i], int(proposal.stopped_by[i] or 0), own))
             out[i] = RowVerdict(0, int(best[i, 0]), [0.0] * count)
         return out
 
@@ -182,16 +165,16 @@ def _fields(text: Sequence[int], runs: Sequence[DraftedRun], depth: int) -> dict
     size = len(text)
 
     def padded(name: str) -> Any:
-        values = [run.values.get(name, np.empty(0)) for run in runs]
+        values = [own.get(name, np.empty(0)) for _, _, own in runs]
         known = name in ALWAYS or any(np.isfinite(own).any() for own in values)
         out = np.full((size, depth), 0.0 if known else np.nan)
         for row, own in zip(out, values, strict=True):
             row[: len(own)] = own
         return out
 
-    stops = [run.stopped_by * (len(run.tokens) < depth) for run in runs]
+    stops = [stopped_by * (len(tokens) < depth) for tokens, stopped_by, _ in runs]
     return {
-        **compared(text, [run.tokens for run in runs], depth),
+        **compared(text, [tokens for tokens, _, _ in runs], depth),
         "tokens": list(text),
         "stops": np.array(stops),
         "signals": {name: padded(name) for name in SIGNALS},
