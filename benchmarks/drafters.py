@@ -138,7 +138,7 @@ def _replayed(model: forerun.Model, work: Sequence[Task]) -> dict[str, Any]:
     trace = record(model, work, depth=DEPTH, batch_size=1)
     ratio = model.drafter.ratio(model.target)
     cell = Costs.synthetic(ratio, SLOPE)
-    four, (best, length) = replay(trace, "fixed(4)", cell), best_fixed(trace, cell, most=DEPTH)
+    four, (best, length) = replay(trace, "fixed(4)", cell), best_fixed(trace, cell)
     order = np.arange(trace.prompts)
     auto, exllama = (stream(trace, f"{spec}(high={DEPTH})", cell, order) for spec in LEARNING)
     fixed, batched = _together(trace, ratio)

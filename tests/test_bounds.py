@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.shares import Clock, clocked, regret
-from forerun.errors import SettingError
 from forerun.lab.bounds import bounds
 from forerun.lab.bounds.acceptance import PAST, Acceptance, Past, TracePositions
 from forerun.lab.bounds.bounds import (
@@ -207,7 +206,7 @@ def test_fixed_lengths_are_those_of_replay(seed, length, cell):
 
 def test_the_best_fixed_length_is_the_best():
     trace, cell = random_trace(3, prompts=40, longest=30, depth=6), CELLS[1]
-    best, length = best_fixed(trace, cell, most=9)
+    best, length = best_fixed(trace, cell)
     means = [
         np.exp(np.log(replay(trace, f"fixed({n})", cell).speedup).mean())
         for n in range(trace.depth + 1)
@@ -215,8 +214,6 @@ def test_the_best_fixed_length_is_the_best():
     assert length == np.argmax(means)
     assert best.mean == pytest.approx(max(means))
     assert best.name == f"fixed({length})"
-    with pytest.raises(SettingError, match="most"):
-        best_fixed(trace, cell, most=-1)
 
 
 def test_reach_ends_with_budget_end_of_text_and_depth():

@@ -81,7 +81,7 @@ def compare(a: Document, b: Document) -> list[Change]:
     return out
 
 
-def by_chance(ratios: Sequence[float], draws: int = 4096) -> float:
+def by_chance(ratios: Sequence[float]) -> float:
     """Chance that paired ratios are as far from 1 as these if either side may be the faster one.
 
     A sign-flip test of the mean logarithm: exact up to 12 pairs. The bootstrap's interval is too
@@ -94,7 +94,7 @@ def by_chance(ratios: Sequence[float], draws: int = 4096) -> float:
     if len(logs) <= 12:
         signs = np.array(list(product((1, -1), repeat=len(logs))))
     else:
-        coins = np.random.default_rng(0).integers(0, 2, (draws, len(logs)))
+        coins = np.random.default_rng(0).integers(0, 2, (4096, len(logs)))
         signs = np.vstack([np.ones(len(logs), int), 2 * coins - 1])
     means = abs((signs * logs).mean(1))
     return float((means >= means[0] - 1e-12).mean())

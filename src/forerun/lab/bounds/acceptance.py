@@ -18,6 +18,7 @@ FADES = np.array([0.6, 0.85, 0.95])  # decay per judged token of three moving av
 USUAL = 0.85  # acceptance that hits are measured against, so that features without a past are 0
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)  # quantiles of each signal at which its effect may bend
 MOST_SAMPLES = 150_000  # of a regression
+RIDGE = 3.0  # its penalty
 PAST = 2 * len(FADES) + 7  # number of features of a request's past
 
 Decide = Callable[[IntArray, FloatArray], IntArray]  # of positions `(n,)` and `(n, PAST)`
@@ -226,11 +227,11 @@ def run(
     return walk(texts.trace, draft), np.concatenate(visited), np.concatenate(histories)
 
 
-def logistic(x: FloatArray, hit: BoolArray, ridge: float = 3.0) -> Linear:
+def logistic(x: FloatArray, hit: BoolArray) -> Linear:
     """Ridge logistic regression by Newton's method, columns put on one scale first."""
     middle, scale = x.mean(0), x.std(0) + 1e-9
     z = np.concatenate([(x - middle) / scale, np.ones((len(x), 1))], 1)
-    hold = np.append(np.full(x.shape[1], ridge), 1e-3)
+    hold = np.append(np.full(x.shape[1], RIDGE), 1e-3)
     weights = np.zeros(len(hold))
     for _ in range(15):
         chance = _chance(z @ weights)

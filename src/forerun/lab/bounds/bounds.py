@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from forerun.checks import whole
 from forerun.errors import SettingError, require
 from forerun.lab.traces.costs import Cell, passes
 from forerun.lab.traces.replay import replay
@@ -132,13 +131,12 @@ def follow(trace: Trace, planned: IntArray) -> Path:
     return walk(trace, lambda *here: planned[here])
 
 
-def best_fixed(trace: Trace, cell: Cell, most: int = 24) -> tuple[Bound, int]:
-    """The best γ of 0…`most`, ≥ 0, for all prompts, by geometric mean of the speed-up, and its
-    bound."""
-    whole("most", most)
+def best_fixed(trace: Trace, cell: Cell) -> tuple[Bound, int]:
+    """The best γ up to the trace's depth for all prompts, by geometric mean of the speed-up: its
+    bound, and γ."""
     bounds = [
         Bound.of(f"fixed({n})", follow(trace, np.full(trace.tokens.shape, n)), trace, cell)
-        for n in range(min(most, trace.depth) + 1)
+        for n in range(trace.depth + 1)
     ]
     length = int(np.argmax([bound.mean for bound in bounds]))
     return bounds[length], length

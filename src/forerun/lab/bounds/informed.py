@@ -89,9 +89,8 @@ class Stopper:
         return run(prepared.texts, prepared.chance, decide)
 
 
-def improved(stopper: Stopper, prepared: RunOdds, cell: Cell, seed: int = 0) -> FloatArray:
-    """Weights that predict the gain of one more token under a policy, in hindsight; by `seed`
-    positions are chosen, where there are very many."""
+def improved(stopper: Stopper, prepared: RunOdds, cell: Cell) -> FloatArray:
+    """Weights that predict the gain of one more token under a policy, in hindsight."""
     texts = prepared.texts
     path, visited, histories = stopper.run(prepared)
     spent = path.seconds(cell) / cell.plain
@@ -104,7 +103,7 @@ def improved(stopper: Stopper, prepared: RunOdds, cell: Cell, seed: int = 0) -> 
     remaining = _remaining(texts, lengths, price)
     sample = np.flatnonzero(texts.reach > 0)
     if len(sample) > MOST_POSITIONS:
-        sample = np.random.default_rng(seed).choice(sample, MOST_POSITIONS, replace=False)
+        sample = np.random.default_rng(0).choice(sample, MOST_POSITIONS, replace=False)
     row, position, most = texts.row[sample], texts.position[sample], texts.reach[sample]
     following = position[:, None] + 1 + np.minimum(count, texts.matches[sample][:, None])
     stop = price + remaining[row[:, None], np.minimum(following, remaining.shape[1] - 1)]
@@ -199,17 +198,13 @@ class Informed:
 
 class Study:
     """A trace with the fits that all cells share: paths of controllers on it, by default of all of
-    `GRID`, and acceptance, by default fitted here, in hindsight."""
+    `GRID`, and acceptance, fitted in hindsight, where anything is kept."""
 
-    def __init__(
-        self, trace: Trace, drafted: dict[str, Path] | None = None, fitted: Acceptance | None = None
-    ) -> None:
+    def __init__(self, trace: Trace, drafted: dict[str, Path] | None = None) -> None:
         self.trace, texts = trace, TracePositions(trace)
         self.paths = paths(trace, GRID) if drafted is None else drafted
-        if fitted is None and trace.matches.any():
-            fitted = Acceptance.fit(texts)
-        self.acceptance = fitted
-        self.prepared: RunOdds | None = None if fitted is None else fitted.prepare(texts)
+        self.acceptance = Acceptance.fit(texts) if trace.matches.any() else None
+        self.prepared = self.acceptance and self.acceptance.prepare(texts)
 
     def informed(self, cell: Cell) -> Informed:
         """The best policy for all prompts, by geometric mean of the speed-up."""
