@@ -11,6 +11,7 @@ import pytest
 from forerun.errors import PromptError, SettingError, UnknownNameError
 from forerun.lab.audit import summary
 from forerun.lab.bench.peers import Command
+from forerun.model import Model
 from forerun.prompts import Reader, find_prompts, seeded
 from forerun.zoo import PENALTY, families
 from forerun.zoo import prompts as shipped
@@ -41,15 +42,15 @@ def plant(monkeypatch, near_tie: bool = False):
     """Speculative text gets a wrong third token."""
     from forerun.lab import audit as lab
 
-    own, explain = lab._Auditor._decode, lab.explain
+    own, explain = Model.generate, lab.explain
 
-    def decode(self, group, *, plain=False):
-        texts = own(self, group, plain=plain)
-        if not plain:
-            texts = [[*t[:2], (t[2] + 1) % 200, *t[3:]] for t in texts]
-        return texts
+    def generate(self, prompts, *, plain, **how):
+        done = own(self, prompts, plain=plain, **how)
+        for completion in () if plain else done:
+            completion.tokens[2] = (completion.tokens[2] + 1) % 200
+        return done
 
-    monkeypatch.setattr(lab._Auditor, "_decode", decode)
+    monkeypatch.setattr(Model, "generate", generate)
     if near_tie:
         monkeypatch.setattr(lab, "explain", lambda *a: replace(explain(*a), near_tie=True))
 
@@ -116,14 +117,14 @@ def test_json(audit, monkeypatch, prompts):
 def test_an_interrupt_reports_what_was_compared(audit, monkeypatch):
     from forerun.lab import audit as lab
 
-    own = lab._Auditor._compare
+    own = lab.Comparison
 
-    def compare(self, prompt, *args, **how):
+    def compared(prompt, *rest):
         if prompt == 2:
             raise KeyboardInterrupt
-        return own(self, prompt, *args, **how)
+        return own(prompt, *rest)
 
-    monkeypatch.setattr(lab._Auditor, "_compare", compare)
+    monkeypatch.setattr(lab, "Comparison", compared)
     result = audit("--batch-size", "1")
     assert result.code == 130
     assert result.out.splitlines()[-1] == "2 of 2 identical, 0 near-ties, 0 bugs"

@@ -63,11 +63,17 @@ def costs(
     turns = REPEATS if repeats is None else repeats
     require(turns >= 1, "--repeats", turns, "≥ 1")
 
-    models.require_draft_model("measuring costs")
-    job = models.load()
-
+    from forerun.drafters.model import ModelDraft
+    from forerun.drafters.shared import SharedDraft
     from forerun.lab.traces.measuring import measure
+    from forerun.model import default_draft, drafter_spec
 
+    draft = models.draft or default_draft(models.target)
+    if not isinstance(drafter_spec(draft), (ModelDraft, SharedDraft)):  # nothing is loaded yet
+        raise SettingError(
+            f"measuring costs needs a draft model, and {draft} is none; give --draft ID_OR_PATH"
+        )
+    job = models.load()
     measured: CostTable | None = None
     try:
         with progress("measuring", len(batches) * len(contexts) * turns) as tell:

@@ -10,7 +10,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from forerun.checks import whole
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, remark, status, stdout, table
 from forerun.cli.shared.options import OUTPUT, option
@@ -52,8 +51,6 @@ def tune(
         export: save the best that another engine can do: vllm, transformers, llama.cpp,
             tensorrt-llm, openvino-genai, sglang or exllamav3; repeatable.
     """
-    for name, number in {"budget": budget, "batch": batch, "context": context}.items():
-        whole(name, number, 1)
     exports = _exports(export or [])
     claim(output)
     for engine, file in exports:

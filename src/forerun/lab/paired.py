@@ -42,17 +42,14 @@ class PairedRuns:
     ratios: list[float]  # speed-up of each pair, in tokens per second
     identical: bool
     lossless: bool  # whether the rule is
-    certain: bool  # whether every request is greedy, or drawn by its seed's noise (`gumbel`)
+    must_match: bool
+    """Whether identical outputs are promised: the rule is lossless, and every request is greedy or
+    drawn by its seed's noise (`gumbel`). Coins promise the distribution only."""
     differences: dict[int, Difference]  # where outputs differ that must not, by the prompt
 
     @property
     def speedup(self) -> float:
         return statistics.median(self.ratios)
-
-    @property
-    def must_match(self) -> bool:
-        """Whether identical outputs are promised; coins promise the distribution only."""
-        return self.certain and self.lossless
 
     @property
     def bug(self) -> bool:
@@ -118,17 +115,15 @@ def paired(
         for fast, plain in zip(runs[False], runs[True], strict=True)
     ]
     plain_run, fast_run = _median(runs[True]), _median(runs[False])
-    certain = keep.gumbel_max or all(s.greedy for s in seeded)
+    must = keep.lossless and (keep.gumbel_max or all(s.greedy for s in seeded))
     ours, theirs = [c.tokens for c in shown], [c.tokens for c in plain_run.completions]
     differences = {}
-    if certain and keep.lossless:
+    if must:
         pairs = zip(prompts, ours, theirs, seeded, strict=True)
         differences = {
             i: explain(model, ids, a, b, how) for i, (ids, a, b, how) in enumerate(pairs) if a != b
         }
-    return PairedRuns(
-        plain_run, fast_run, ratios, ours == theirs, keep.lossless, certain, differences
-    )
+    return PairedRuns(plain_run, fast_run, ratios, ours == theirs, keep.lossless, must, differences)
 
 
 def _median(runs: Sequence[TimedBatch]) -> TimedBatch:

@@ -220,22 +220,6 @@ class Models:
             remark(f"{draft}: {contents_of(str(draft)).about}")
         return model, draft or ("shipped" if self.target is None else str(chosen))
 
-    def require_draft_model(self, doing: str) -> None:
-        """Refuse a drafter that is no model before anything is loaded."""
-        from forerun.drafters.model import ModelDraft
-        from forerun.drafters.shared import SharedDraft
-        from forerun.model import default_draft, drafter_spec
-
-        spec = drafter_spec(self.draft or default_draft(self.target))
-        if isinstance(spec, (ModelDraft, SharedDraft)):
-            return
-        if self.draft is None:
-            raise SettingError(f"{doing} needs a draft model; give --draft ID_OR_PATH")
-        raise SettingError(
-            f"{doing} needs a draft model, and --draft {self.draft} is none; give a folder or a "
-            "Hugging Face id"
-        )
-
 
 @contextmanager
 def quiet() -> Iterator[None]:

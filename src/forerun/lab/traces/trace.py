@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from forerun.cache import replacing
-from forerun.errors import MissingExtraError, SettingError
+from forerun.errors import SettingError, optional
 from forerun.types import SIGNALS as SIGNALS
 from forerun.types import BoolArray, FloatArray, IntArray
 
@@ -330,12 +330,7 @@ def _padded(values: Any, longest: int) -> Any:
 
 def pyarrow_modules() -> tuple[Any, Any]:
     """pyarrow and its `parquet`; `MissingExtraError` if they are not installed."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtraError.of("pyarrow", "lab") from error
-    return pyarrow, pyarrow.parquet
+    return optional("pyarrow", "lab"), optional("pyarrow.parquet", "lab")
 
 
 def _about(path: str | Path, table: Any) -> tuple[int, dict[str, Any]]:
