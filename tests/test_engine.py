@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from forerun.costs import Costs
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
-from forerun.engine import Completion, Engine, Request, Sampling
+from forerun.engine import Completion, Engine, Request, Sampling, loop
 from forerun.engine.meter import Lap, Meter
 from forerun.engine.results import Origin
 from forerun.engine.row import error_line
@@ -506,6 +508,53 @@ def test_requests_join_and_leave_between_rounds() -> None:
     assert done[first].tokens[:6] == alone([1], max_new_tokens=6).tokens
     assert done[third].tokens == alone([3, 3], max_new_tokens=4).tokens
     assert gone.tokens == alone([2, 2], max_new_tokens=9).tokens[: len(gone.tokens)]
+
+
+def work(call: Callable[[], object]) -> int:
+    """Byte codes of the loop's own file that a call runs."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != loop.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_nobody_looks_at_all_who_wait(scored: bool) -> None:
+    """What a round takes does not grow with the queue, and what it takes that all of it leave grows
+    no faster than it, whoever leaves first."""
+
+    def taken(count: int) -> tuple[int, int]:
+        made = Engine(ScriptedModel(NEXT), NullDrafter(), max_rows=2)
+        plain, exact = CONTROLLERS.make("fixed(0)"), RULES.make("exact")
+        request = Request([1, 2, 3], Sampling(max_new_tokens=50), plain, exact)
+        running = [made.submit(request) for _ in range(2)]
+        if scored:  # one has a row beside those that write
+            made.submit(Request.to_score([1] * 200, 0))
+            request = Request.to_score([1, 2, 3], 0)
+        waiting = [made.submit(request) for _ in range(count)]
+        made.step()
+        assert made.running.keys() >= set(running)
+        a_round = work(made.step)
+        leaving = work(lambda: [made.cancel(one) for one in reversed(waiting)])
+        assert sum(event.completion is not None for event in made.run()) == 2 + scored
+        return a_round, leaving
+
+    (short_round, few), (long_round, many) = taken(40), taken(400)
+    assert 0 < long_round <= 1.1 * short_round
+    assert 0 < many <= 11 * few
 
 
 def test_a_consumer_may_walk_away() -> None:

@@ -180,7 +180,7 @@ def test_turns_are_passed_on_in_order() -> None:
         for i, thread in enumerate(threads):
             thread.start()
             ready.acquire()
-            while len(turns._queue) <= i:
+            while len(turns._queue) <= i + 1:
                 time.sleep(1e-4)
     for thread in threads:
         thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -56,6 +57,9 @@ from forerun.types import CENSORING, RoundOutcome
 NO_SIGNALS: frozenset[str] = frozenset()
 Committed = dict[int, tuple[int, FinishReason | None]]
 """Per row that got on how many tokens it got, and why it ends, if it does."""
+Waiting = OrderedDict[int, Row]
+"""Requests without a row by their ids, those that write and those that are scored apart: each is
+taken, and found when it is cancelled, without a look at the others."""
 
 
 class Engine:
@@ -94,7 +98,7 @@ class Engine:
         self.drafter, self.tokenizer = drafter, tokenizer
         self._eos, self._max_rows = eos, max_rows
         self._rows: list[Row] = []
-        self._waiting: list[Row] = []
+        self._waiting: tuple[Waiting, Waiting] = OrderedDict(), OrderedDict()
         self._memory: Memory = {} if memory is None else memory
         self._meter = Meter.of(self.target, drafter) if meter is None else meter
         self._ids, self._clock = itertools.count(), self._meter.clock
@@ -133,7 +137,7 @@ class Engine:
             self.target.limit, rests_first=soon or self.drafter.target is self.target,
             submitted=self._clock() if since is None else since,
         )  # fmt: skip
-        self._waiting.append(row)
+        self._waiting[request.scores is not None][row.id] = row
         return row.id
 
     @property
@@ -155,26 +159,28 @@ class Engine:
         """Round after round until every request is done: the one loop that everything consumes. A
         consumer that walks away cancels what is left; the engine stays usable."""
         try:
-            while self._rows or self._waiting:
+            while self._rows or any(self._waiting):
                 yield from self.step()
         finally:
             self.clear()
 
     def cancel(self, request: int) -> Completion | None:
         """Stop a request now; None if it is not running or waiting."""
-        for row in (*self._rows, *self._waiting):
+        for queue in self._waiting:
+            if (row := queue.pop(request, None)) is not None:
+                return self._complete(row, "cancelled")
+        for i, row in enumerate(self._rows):
             if row.id == request:
-                if row in self._rows:
-                    self._reuse.leave(row, self._rows.index(row))
-                    self.drafter.learn(row.context, row.prompt)
-                self._waiting = [w for w in self._waiting if w is not row]
-                self._keep([r is not row for r in self._rows])
+                self._reuse.leave(row, i)
+                self.drafter.learn(row.context, row.prompt)
+                self._keep([other is not row for other in self._rows])
                 return self._complete(row, "cancelled")
         return None
 
     def clear(self) -> None:
         """Drop everything, also what an error in the middle of a round left behind."""
-        self._waiting.clear()
+        for queue in self._waiting:
+            queue.clear()
         self._drop_rows()
 
     def step(self) -> list[Event]:
@@ -217,7 +223,7 @@ class Engine:
         joining: list[Row] = []
         while (row := self._next(joining)) is not None:
             joining.append(row)
-            self._waiting.remove(row)
+            del self._waiting[row.request.scores is not None][row.id]
             row.queued = self._clock() - row.submitted
         if not joining:
             return
@@ -251,8 +257,9 @@ class Engine:
         one, and in a row more than there are for who writes."""
         rows = [*self._rows, *joining]
         scoring = any(row.request.scores is not None for row in rows)
-        waits = {True: scoring, False: len(rows) - scoring >= self._max_rows}
-        pick = next((w for w in self._waiting if not waits[w.request.scores is not None]), None)
+        full = len(rows) - scoring >= self._max_rows, scoring
+        free = (q for q, waits in zip(self._waiting, full, strict=True) if q and not waits)
+        pick = min((next(iter(q.values())) for q in free), key=lambda row: row.id, default=None)
         fits = pick is None or self.fits([row.request for row in rows], pick.request)
         return pick if fits else None
 

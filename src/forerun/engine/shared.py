@@ -18,25 +18,23 @@ class FairLock:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._held = False
-        self._queue: deque[threading.Lock] = deque()
+        self._queue: deque[threading.Lock] = deque()  # of those who have it and wait for it
 
     def __enter__(self) -> None:
+        turn = threading.Lock()
         with self._guard:
-            if not self._held:
-                self._held = True
-                return
-            turn = threading.Lock()
-            turn.acquire()
             self._queue.append(turn)
+            if self._queue[0] is turn:
+                return
+            turn.acquire()
         try:
             turn.acquire()  # until it is passed on to us
         except BaseException:
             with self._guard:
-                waiting = turn in self._queue
-                if waiting:
+                ours = self._queue[0] is turn
+                if not ours:
                     self._queue.remove(turn)
-            if not waiting:
+            if ours:
                 self.leave()
             raise
 
@@ -45,18 +43,17 @@ class FairLock:
 
     def leave(self) -> None:
         with self._guard:
+            self._queue.popleft()
             if self._queue:
-                self._queue.popleft().release()
-            else:
-                self._held = False
+                self._queue[0].release()
 
     def try_enter(self) -> bool:
         """Take it if it is free; never waits, so that a garbage collector may call it."""
         if not self._guard.acquire(blocking=False):
             return False
         try:
-            free = not self._held
-            self._held = True
+            if free := not self._queue:
+                self._queue.append(threading.Lock())
             return free
         finally:
             self._guard.release()
@@ -66,8 +63,8 @@ class FairLock:
 class _Stream:
     """What one caller waits for."""
 
-    first: int = 0  # the engine's id of its first request; the others follow
-    running: int = 0
+    places: dict[int, int] = field(default_factory=dict)
+    """Of its requests that are not done, by the engine's ids: where in the list they stand."""
     events: list[Event] = field(default_factory=list)
     error: BaseException | None = None
 
@@ -97,9 +94,9 @@ class SharedEngine:
         try:
             with self.turns:
                 self._join(stream, (drafter, batch_size), requests)
-            while stream.running or stream.events:
+            while stream.places or stream.events:
                 with self.turns:
-                    while stream.running and not stream.events:
+                    while stream.places and not stream.events:
                         self._advance()
                     events, stream.events = stream.events, []
                 yield from events
@@ -108,7 +105,7 @@ class SharedEngine:
                     f"another request of the same batch broke the run: {stream.error!r}"
                 ) from stream.error
         finally:
-            if stream.running:
+            if stream.places:
                 self._left.append(stream)
             while self._left and self.turns.try_enter():
                 try:
@@ -127,18 +124,14 @@ class SharedEngine:
                 break
         if not self._streams:
             self._engine, self._kind = self._make(*kind), kind
-        engine = self._engine
-        assert engine is not None
-        ids: list[int] = []
+        assert self._engine is not None
         try:
-            for request in requests:
-                ids.append(engine.submit(request))
+            for place, request in enumerate(requests):
+                stream.places[self._engine.submit(request)] = place
         except BaseException:
-            for request_id in ids:
-                engine.cancel(request_id)
+            self._cancel(stream)
             raise
-        stream.first, stream.running = ids[0] if ids else 0, len(ids)
-        self._streams.update(dict.fromkeys(ids, stream))
+        self._streams.update(dict.fromkeys(stream.places, stream))
 
     def _advance(self) -> None:
         self._drop()
@@ -147,16 +140,14 @@ class SharedEngine:
         assert self._engine is not None
         try:
             for event in self._engine.step():
-                stream = self._streams[event.request]
-                done = event.completion is not None
-                if done:
-                    del self._streams[event.request]
-                event.request -= stream.first
+                request, stream = event.request, self._streams[event.request]
+                event.request = stream.places[request]
                 stream.events.append(event)
-                stream.running -= done
+                if event.completion is not None:
+                    del self._streams[request], stream.places[request]
         except BaseException as error:
             for stream in self._streams.values():
-                stream.error, stream.running = error, 0
+                stream.error, stream.places = error, {}
             self._streams.clear()
             self._engine.clear()
             raise
@@ -164,8 +155,11 @@ class SharedEngine:
     def _drop(self) -> None:
         """Cancel what nobody waits for any more."""
         while self._left:
-            gone = self._left.popleft()
-            for request in [r for r, stream in self._streams.items() if stream is gone]:
-                del self._streams[request]
-                assert self._engine is not None
-                self._engine.cancel(request)
+            self._cancel(self._left.popleft())
+
+    def _cancel(self, stream: _Stream) -> None:
+        assert self._engine is not None
+        for request in stream.places:
+            self._engine.cancel(request)
+            self._streams.pop(request, None)
+        stream.places = {}
