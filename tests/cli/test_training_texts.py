@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from forerun import Model
 from forerun.cli.shared import training_texts
 from forerun.cli.shared.training_texts import GROUP, Archive, read_texts, read_written
 from forerun.errors import SettingError
@@ -72,6 +73,26 @@ def test_prompts_are_continued_by_the_target(train, tmp_path):
     # What forerun write wrote is read as it is.
     learned = train("--data", str(texts), "--json", out="read").json
     assert learned["texts"] == whole["texts"]
+
+
+@pytest.mark.parametrize("runtime", ["auto", "torch"])
+def test_the_default_runtime_writes_what_torch_learns_from(train, tmp_path, monkeypatch, runtime):
+    pytest.importorskip("openvino")
+    monkeypatch.setenv("FORERUN_RUNTIME", runtime)
+    wrote, stream = [], Model.stream
+
+    def seen(self, prompts, **how):
+        wrote.append((self.target.facts.executor, how["batch_size"]))
+        return stream(self, prompts, **how)
+
+    monkeypatch.setattr(Model, "stream", seen)
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"Goat {i}", "max_new_tokens": 6}) + "\n" for i in range(8)]
+    path.write_text("".join(lines), encoding="utf-8")
+    for _ in range(2):  # what is there is not written again
+        result = train("--data", str(path), "--json")
+        assert result.code == 0, result.err
+        assert wrote == [({"auto": "openvino"}.get(runtime, runtime), 48)]
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(0.0, 4), (1e9, 0)])

@@ -59,7 +59,8 @@ def write(
     before = len(texts.lines)
     began, tokens = time.perf_counter(), 0
     with progress("texts", len(rows), "texts") as tell:
-        for count, line in enumerate(written(job, rows, texts, top or None), 1):
+        lines = written(rows, texts, lambda: job.model, batch_size, top or None)
+        for count, line in enumerate(lines, 1):
             tokens += (len(line["ids"]) - line["n"]) * (count > before)
             tell("texts", count)
     rate = tokens / (time.perf_counter() - began)

@@ -1,6 +1,6 @@
 """`forerun train-draft`: drafts that share what their target has."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,11 +78,12 @@ def train_draft(
     settings = TrainingSettings(kind, **training)
     _check(settings, models.target, pairs, data)
 
-    job = models.alone.load(batch_size=settings.batch or 32, chat=chat)
+    job = models.alone.load(chat=chat)
+    writer = partial(models.writer, job.model)
     if pairs is not None:
-        texts = _pairs(job, pairs, out / OWN, own, max_new_tokens)
+        texts = _pairs(job, pairs, out / OWN, own, max_new_tokens, writer)
     else:
-        texts = _documents(job, str(data), settings.seed, out, tokens)
+        texts = _documents(job, str(data), settings.seed, out, tokens, writer)
     every = max(5, -(-len(texts) // held_out))
     unseen = texts[::every]
     learnt = [text for place, text in enumerate(texts) if place % every]
@@ -135,7 +136,9 @@ def _check(
         )
 
 
-def _pairs(job: Job, pairs: str, kept: Path, own: int, most: int) -> list[Any]:
+def _pairs(
+    job: Job, pairs: str, kept: Path, own: int, most: int, writer: Callable[[], Any]
+) -> list[Any]:
     """Pairs of texts; the target's own are `kept`."""
     from forerun.cli.shared.training_texts import own_texts, read_pairs
     from forerun.runtime.grafts import model_of
@@ -145,11 +148,14 @@ def _pairs(job: Job, pairs: str, kept: Path, own: int, most: int) -> list[Any]:
     if own:
         texts = texts[:own]
         with progress("the target writes", len(texts), "texts") as tell:
-            texts = own_texts(job, texts, most, kept, partial(tell, "the target writes"))
+            tells = partial(tell, "the target writes")
+            texts = own_texts(job, texts, most, kept, writer, tells)
     return texts
 
 
-def _documents(job: Job, data: str, seed: int, out: Path, tokens: int) -> list[Any]:
+def _documents(
+    job: Job, data: str, seed: int, out: Path, tokens: int, writer: Callable[[], Any]
+) -> list[Any]:
     """Texts; what the target writes itself is kept in the folder."""
     from forerun.cli.shared.training_texts import read_documents
     from forerun.training.fit import layers_of_target
@@ -157,7 +163,7 @@ def _documents(job: Job, data: str, seed: int, out: Path, tokens: int) -> list[A
     layers_of_target(job.model.target, "on its layers")
     with progress("texts", tokens) as tell:
         counts = partial(tell, "texts")
-        return read_documents(data, job, out, tokens=tokens, seed=seed, tell=counts)
+        return read_documents(data, job, out, writer, tokens=tokens, seed=seed, tell=counts)
 
 
 def _show(line: str, measured: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -137,6 +138,17 @@ class Models:
     def alone(self) -> Models:
         """The target and no drafter, on torch."""
         return replace(self, draft="none", runtime="torch")
+
+    def writer(self, model: Model) -> Model:
+        """The target where it writes its own texts: on its default runtime, as `forerun write` has
+        it, unless that is torch, on which it is here."""
+        from forerun.runtime.runtimes import default_runtime
+
+        runtime = default_runtime()
+        fast = find_spec("openvino") is not None and model.target.device.type == "cpu"
+        if runtime == "torch" or (runtime == "auto" and not fast):
+            return model
+        return replace(self, draft="none").load().model
 
     def load(self, how: Settings | None = None, batch_size: int = 16, **more: Any) -> Job:
         """Check everything, then load the models; arguments as for `open`."""

@@ -64,9 +64,11 @@ def _json_texts(path: Path) -> list[str] | None:
 
 
 def read_documents(
-    data: str, job: Job, folder: Path, *, tokens: int, seed: int, tell: Callable[[int], None]
-) -> list[Document]:
-    """Documents with about `tokens` positions, or as many as there are: at least two."""
+    data: str, job: Job, folder: Path, writer: Callable[[], Model], *,
+    tokens: int, seed: int, tell: Callable[[int], None],
+) -> list[Document]:  # fmt: skip
+    """Documents with about `tokens` positions, or as many as there are: at least two. Prompts are
+    answered by the `writer`."""
     path = Path(data).expanduser()
     if path.suffix == ".gz":
         documents = _checked(list(read_written(path)), job)
@@ -77,7 +79,7 @@ def read_documents(
         rows = job.reader.prepare([_drawn(p, i, seed) for i, p in enumerate(prompts)])
         identity = f"{fingerprint(job.model.target.executor.module())} {data}"
         how = {"target": identity, "seed": seed, "chat": job.chat.key}
-        lines = written(job, rows, Archive(folder / "texts.jsonl.gz", how))
+        lines = written(rows, Archive(folder / "texts.jsonl.gz", how), writer)
         documents = (Document(line["ids"], line["n"] - 1, line["kind"]) for line in lines)
     chosen: list[Document] = []
     count = 0
@@ -162,11 +164,12 @@ def _pair(line: str, where: str) -> tuple[str, str]:
 
 
 def own_texts(
-    job: Job, texts: Sequence[TextPair], most: int, path: Path, tell: Callable[[int], None]
-) -> list[TextPair]:
-    """The texts with the target's own greedy output of at most `most` tokens instead of theirs.
-    They are kept at `path`: an interrupted run goes on there, and the same texts are not written
-    twice. `tell` is called with how many there are."""
+    job: Job, texts: Sequence[TextPair], most: int, path: Path, writer: Callable[[], Model],
+    tell: Callable[[int], None],
+) -> list[TextPair]:  # fmt: skip
+    """The texts with the target's own greedy output of at most `most` tokens instead of theirs, by
+    the `writer`. They are kept at `path`: an interrupted run goes on there, and the same texts are
+    not written twice. `tell` is called with how many there are."""
     model = job.model
     how = {
         "target": fingerprint(model.target.executor.module()),
@@ -180,7 +183,7 @@ def own_texts(
         for place, text in enumerate(texts)
     ]
     pairs: list[TextPair] = []
-    for text, line in zip(texts, written(job, rows, Archive(path, how)), strict=True):
+    for text, line in zip(texts, written(rows, Archive(path, how), writer), strict=True):
         tell(len(pairs))
         pairs.append(TextPair(text.source, text.opening, line["ids"][line["n"] :]))
     return [pair for pair in pairs if pair.output]
@@ -260,19 +263,21 @@ class Archive:
 
 
 def written(
-    job: Job, prompts: Sequence[Prompt], kept: Archive, top: int | None = None
-) -> Iterator[dict[str, Any]]:
+    prompts: Sequence[Prompt], kept: Archive, target: Callable[[], Model], batch_size: int = 48,
+    top: int | None = None,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The line of every prompt, each with a family and an id of its own, and of what the target
     writes on it, with the `top` likeliest tokens at each place: first those that are kept, then, in
-    the order of the prompts, the others, which are added. `GenerationError` if a text fails.
+    the order of the prompts, the others, which are added, `batch_size` at a time. The target is
+    asked for where any are missing. `GenerationError` if a text fails.
     """
     known = {line.get("id"): line for line in kept.lines}
     names = {f"{prompt.family}/{prompt.id}": prompt for prompt in prompts}
     yield from (known[name] for name in names if name in known)
     left = [(name, prompt) for name, prompt in names.items() if name not in known]
-    stream = job.model.stream(
+    stream = target().stream(
         [prompt.ids for _, prompt in left], sampling=[prompt.sampling for _, prompt in left],
-        batch_size=job.batch_size, plain=True, logprobs=top, first_token_soon=False,
+        batch_size=batch_size, plain=True, logprobs=top, first_token_soon=False,
     ) if left else ()  # fmt: skip
     done: dict[int, Completion] = {}
     group: list[dict[str, Any]] = []
