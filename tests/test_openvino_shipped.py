@@ -94,10 +94,10 @@ def test_a_draft_of_its_own_precision_changes_no_text(
 def test_a_stored_graph_starts_without_what_compiles_torch_models(pair: Any) -> None:
     """Imports are most of the time to the first token; nearly a half of them are not needed."""
     lines = [
-        "import sys, forerun, forerun.zoo, forerun.prompts as prompts",
-        "prompts.Reader.open(forerun.zoo.TARGET)",
+        "import sys, forerun, forerun.prompts as prompts",
         "model = forerun.load(runtime='openvino')",
-        "assert len(model.generate('Once', max_new_tokens=2).tokens) == 2",
+        "[prompt] = prompts.Reader.of(model, None).prepare([prompts.Prompt('Once')])",
+        "assert len(model.generate(prompt.ids, max_new_tokens=2).tokens) == 2",
         "heavy = ('torch._dynamo', 'torch.distributed.tensor', 'transformers.models.llama')",
         "sends = ('openvino_telemetry',)",  # an event at every start, from a fork
         "print([name for name in heavy + sends if sys.modules.get(name)])",

@@ -7,6 +7,7 @@ import reprlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 
 from forerun import chat
 from forerun.checks import encodable
-from forerun.errors import ForerunError, PromptError, SettingError, UnknownNameError, require
+from forerun.errors import PromptError, SettingError, UnknownNameError, require
 from forerun.requests import Sampling, check_length
 
 BUILTIN, ALL = "builtin", "all"  # names of the shipped prompts, and of all their families
@@ -49,6 +50,15 @@ class Prompt:
     def to_json(self) -> dict[str, Any]:
         """Fields that identify its completion."""
         return {name: getattr(self, name) for name in ("index", "id", "family", "meta")}
+
+
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Errors of prompts and settings begin with the place of a prompt in a file, if it has one."""
+    try:
+        yield
+    except (PromptError, SettingError) as error:
+        raise type(error)(f"{where}: {error}" if where else str(error)) from error
 
 
 def split(prompts: Any) -> tuple[list[Content], bool]:
@@ -176,31 +186,6 @@ class Reader:
         encodes = model.target.facts.source_limit is not None
         return cls(model.tokenizer, model.prompt_limit + 1, encodes, wrap, system)
 
-    @classmethod
-    def open(
-        cls,
-        target: str | Path,
-        trust_remote_code: bool = False,
-        wrap: bool | None = False,
-        system: str | None = None,
-    ) -> Reader | None:
-        """For a model whose weights are not loaded; None where only loading them can tell."""
-        from forerun.runtime.load import load_tokenizer, read_config, saved_generation_config
-        from forerun.runtime.support import context_limit, end_of_text
-
-        try:
-            tokenizer = load_tokenizer(target, trust_remote_code)
-            config = read_config(target, trust_remote_code)
-            limit = context_limit(config)
-        except (ForerunError, OSError, ValueError, KeyError, AttributeError, TypeError):
-            return None
-        encodes = bool(getattr(config, "is_encoder_decoder", False))
-        if wrap is None:
-            sources = (tokenizer, config, saved_generation_config(str(target)))
-            ends = (end_of_text(part) or () for part in sources)
-            wrap = chat.is_instruct(tokenizer, list(chain(*ends)))
-        return cls(tokenizer, limit + encodes, encodes, wrap, system)
-
     def prepare(
         self,
         prompts: Sequence[Prompt],
@@ -222,16 +207,12 @@ class Reader:
         """
         ready = []
         for index, prompt in enumerate(prompts):
-            at = f"{prompt.where}: " if prompt.where else ""
-            try:
+            with at(prompt.where):
                 if prompt.later and not turns:
                     raise PromptError("several turns are for forerun bench; give one")
                 ids = self.encode([prompt.content])
-                if skip_long and len(ids) >= self.limit:
-                    continue
-                ready.append(self._ready(prompt, index, ids, common or {}))
-            except (PromptError, SettingError) as error:
-                raise type(error)(f"{at}{error}") from error
+                if not skip_long or len(ids) < self.limit:
+                    ready.append(self._ready(prompt, index, ids, common or {}))
         if prompts and not ready:
             raise PromptError(f"no prompt is shorter than the context of {self.limit} tokens")
         return ready
@@ -467,10 +448,8 @@ def _line(value: Any, where: str) -> Prompt:
         return Prompt(value, where=where)
     if not isinstance(value, dict):
         raise SettingError(f"{where}: expected a string or an object, got {str(value)[:40]}")
-    try:
+    with at(where):
         return replace(_prompt(value), where=where)
-    except (PromptError, SettingError) as error:
-        raise type(error)(f"{where}: {error}") from error
 
 
 def _prompt(value: dict[str, Any]) -> Prompt:

@@ -241,9 +241,6 @@ def no_weights(monkeypatch):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('""', "the prompt is empty"),
-        ('{"tokens": []}', "the prompt is empty"),
-        (json.dumps("x" * 128), "the prompt has 128 tokens and the context holds 128"),
         ('{"prompt": "x", "temperature": -1}', "temperature must be"),
         ('{"prompt": "x", "id": 1.5}', "id must be text or a whole number"),
         ('{"prompt": "x", "id": ""}', "id must be text or a whole number"),
@@ -254,6 +251,25 @@ def no_weights(monkeypatch):
 def test_bad_prompts_are_told_before_models_are_loaded(
     generate, forerun, pair, no_weights, tmp_path, line, words
 ):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'"fine"\n{line}\n')
+    for result in (
+        generate("--prompt-file", str(path)),
+        forerun("audit", *pair.options, "--prompts", str(path)),
+    ):
+        assert (result.code in (1, 2), result.out) == (True, "")
+        assert f"line 2: {words}" in result.error
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('""', "the prompt is empty"),
+        ('{"tokens": []}', "the prompt is empty"),
+        (json.dumps("x" * 128), "the prompt has 128 tokens and the context holds 128"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_named(generate, forerun, pair, tmp_path, line, words):
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'"fine"\n{line}\n')
     for result in (

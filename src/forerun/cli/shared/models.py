@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from forerun import zoo
 from forerun.cli.shared import options
 from forerun.cli.shared.console import remark, status
 from forerun.cli.shared.options import MODELS, PROMPTS, SPECULATION
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.errors import ForerunWarning, SettingError, require
-from forerun.prompts import Prompt, Reader
+from forerun.prompts import Prompt, Reader, at
+from forerun.requests import Sampling
 from forerun.settings import Settings, resolve
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Models:
         remember: bool = False,
         **reading: bool,
     ) -> tuple[Job, list[Prompt]]:
-        """Load the models, and prepare the prompts: before, as far as no weights are needed.
+        """Load the models, and prepare the prompts, whose settings are checked before.
         `common` are sampling fields for all, `how` names controller, rule, and a draft where no
         option does, and `reading` is as for `Reader.prepare`."""
         from forerun.rules import RULES
@@ -174,10 +174,10 @@ class Models:
         with status(f"loading {self.target or 'the models that ship'}"), quiet():
             require(batch_size >= 1, "batch size", batch_size, "≥ 1")
             length, keep = self._check(how)
-            reader = Reader.open(
-                zoo.locate(self.target), self.trust_remote_code, chat.wrap, chat.system
-            )
-            early = None if reader is None else reader.prepare(prompts, common, **reading)
+            wrap = chat.wrap
+            for prompt in prompts:
+                with at(prompt.where):
+                    Sampling.of({**(common or {}), **prompt.settings})
             named = None if how is None else how.draft
             model, draft = self._load(self.draft or named, remember)
             about = {
@@ -192,7 +192,7 @@ class Models:
                 "runtime": model.target.facts.executor,
             }
             job = Job(model, length, keep, batch_size, about, chat=chat)
-            ready = job.reader.prepare(prompts, common, **reading) if early is None else early
+            ready = Reader.of(model, wrap, chat.system).prepare(prompts, common, **reading)
             about["chat"] = any(p.chat for p in ready)
             return job, ready
 
