@@ -91,7 +91,7 @@ def running(model: forerun.Model, **config: Any) -> Iterator[Running]:
             with httpx2.Client(base_url=url, timeout=60) as http:
                 yield Running(url, listener.forerun, listener, http)
         finally:
-            listener._events.call_soon_threadsafe(listener.drain)
+            listener.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
 

@@ -14,6 +14,7 @@ from forerun.engine import Event, Piece
 from forerun.engine.reporting import NOTHING
 from forerun.engine.results import Origin
 from forerun.errors import SettingError
+from forerun.serve import streaming
 from forerun.serve.answers import Answer
 from forerun.serve.streaming import EventStream
 from forerun.serve.worker import Reply
@@ -66,7 +67,7 @@ def test_what_waits_comes_together_and_an_error_after_what_was_before_it():
     got = []
 
     async def read():
-        reply = Reply(Worker(), [None, None], 8)
+        reply = Reply(Worker(), [None, None])
         for index in (0, 1, 0):
             reply.put(index, update(index, ""))
         reply.put(1, SettingError("wrong"))
@@ -81,7 +82,7 @@ def test_what_waits_comes_together_and_an_error_after_what_was_before_it():
     assert got == [[0, 1, 0]]
 
 
-def test_comments_never_stand_inside_a_frame_nor_behind_the_end():
+def test_comments_never_stand_inside_a_frame_nor_behind_the_end(monkeypatch):
     """The client takes long for every part; in between a comment is due all the time."""
     sent: list[dict] = []
     writing = False
@@ -103,8 +104,9 @@ def test_comments_never_stand_inside_a_frame_nor_behind_the_end():
         await asyncio.sleep(60)
 
     async def serve():
-        await EventStream(frames(), 0.002, asyncio.Event())({}, receive, send)
+        await EventStream(frames(), asyncio.Event())({}, receive, send)
 
+    monkeypatch.setattr(streaming, "SILENT", 0.002)
     asyncio.run(serve())
     bodies = [m["body"] for m in sent[1:]]
     assert [b for b in bodies if b.startswith(b"data")] == [b"data: %d\n\n" % i for i in range(5)]

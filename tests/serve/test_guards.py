@@ -13,6 +13,7 @@ import forerun
 from forerun.checks import size
 from forerun.drafters.none import NullDrafter
 from forerun.errors import SettingError
+from forerun.serve import guards, run
 from forerun.serve.config import Config
 from forerun.serve.run import bind, loading, warm_up
 from forerun.testing import ScriptedModel
@@ -163,9 +164,11 @@ def half(server, *parts: bytes) -> bytes:
 BODY = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{"
 
 
-def test_half_a_head_and_half_a_body_have_a_deadline():
+def test_half_a_head_and_half_a_body_have_a_deadline(monkeypatch):
+    for bounded in (guards, run):
+        monkeypatch.setattr(bounded, "DEADLINE", 0.3)
     model = forerun.Model(ScriptedModel(torch.eye(VOCAB)), NullDrafter())
-    with running(model, deadline=0.3) as server:
+    with running(model) as server:
         assert half(server, b"") == b""
         assert half(server, b"POST /v1/comp") == b""
         whole = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -175,9 +178,10 @@ def test_half_a_head_and_half_a_body_have_a_deadline():
         assert b"0.3 s" in late
 
 
-def test_connections_have_a_limit():
+def test_connections_have_a_limit(monkeypatch):
+    monkeypatch.setattr(run, "CONNECTIONS", 2)
     model = forerun.Model(ScriptedModel(torch.eye(VOCAB)), NullDrafter())
-    with running(model, connections=2) as server:
+    with running(model) as server:
         host, port = server.url.removeprefix("http://").split(":")
         kept = [socket.create_connection((host, int(port))) for _ in range(2)]
         time.sleep(0.1)

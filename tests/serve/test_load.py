@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from forerun.engine.judging import ALONE, BESIDE
+from forerun.serve import streaming, worker
 from serve.conftest import eventually
 
 BODY = {"prompt": [3], "max_tokens": 200, "temperature": 0}
@@ -100,8 +101,7 @@ def test_a_client_that_leaves_frees_its_row(held, stream, where):
 
 def test_a_slow_reader_is_cancelled(held, monkeypatch):
     server, target = held
-    worker = server.server.worker
-    monkeypatch.setattr(worker, "_buffer", 200)
+    monkeypatch.setattr(worker, "BUFFER", 200)
     listening = server.listener.servers[0].sockets[0]
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     target.gate.clear()
@@ -213,7 +213,8 @@ def test_a_thread_that_ended_is_no_healthy_server(held):
 
 def test_requests_that_do_not_fit_the_memory_wait_or_are_refused(held):
     server, target = held
-    worker, memory = server.server.worker, server.server.memory
+    worker = server.server.worker
+    memory = worker.memory
     worker._engine._max_rows = 2
     memory.budget, memory.per_token, memory.per_row = 300, 1, 0
     target.gate.clear()
@@ -254,7 +255,7 @@ def test_leaving_lets_running_requests_finish_and_takes_no_new_ones(held):
     with ThreadPoolExecutor(1) as pool:
         running_one = pool.submit(server.complete, [3], max_tokens=4)
         eventually(lambda: server.server.worker.running == 1)
-        server.listener._events.call_soon_threadsafe(server.listener.drain)
+        server.listener.should_exit = True
         eventually(lambda: server.server.worker.draining)
         late = server.post("/v1/completions", **BODY)
         assert late.status_code == 503
@@ -270,14 +271,14 @@ def test_leaving_without_grace_ends_what_runs(held):
     with ThreadPoolExecutor(1) as pool:
         cut = pool.submit(server.post, "/v1/completions", **BODY)
         eventually(lambda: server.server.worker.running == 1)
-        server.listener._events.call_soon_threadsafe(server.listener.drain)
+        server.listener.should_exit = True
         assert cut.result().status_code == 503
         target.gate.set()
 
 
-def test_a_silent_stream_gets_comments(held):
+def test_a_silent_stream_gets_comments(held, monkeypatch):
     server, target = held
-    server.server.config.__dict__["ping"] = 0.05
+    monkeypatch.setattr(streaming, "SILENT", 0.05)
     target.gate.clear()
     threading.Timer(0.4, target.gate.set).start()
     text = server.post("/v1/completions", **BODY, stream=True).text
@@ -320,10 +321,10 @@ def test_a_taken_port_is_said_so():
 
 def test_memory_is_counted_by_what_caches_really_take():
     import forerun
-    from forerun.serve.worker import measure
+    from forerun.serve.worker import Memory
 
     pair = forerun.load(runtime="torch")
-    measured = measure(pair, budget=10**9)
+    measured = Memory(pair, budget=10**9)
     pair.target.read([[1, 2, 3]])
     pair.drafter.rows.read([[1, 2, 3]])
     caches = [rows.executor.cache for rows in (pair.target, pair.drafter.rows)]

@@ -79,9 +79,11 @@ def _announce(url: str, server: Server, config: Config, about: dict[str, Any]) -
         )
     )
     defaults = ", ".join(f"{name} {value:g}" for name, value in planner.defaults.items())
-    most = server.memory.bytes([planner.limit] * config.max_rows)
+    most = server.worker.memory.bytes([planner.limit] * config.max_rows)
     bound = f"at most {most / 1e9:.2g} GB of caches" if config.memory is None else ""
-    prefixes = "" if server.prefixes else "no prefix cache: this executor cannot copy its cache"
+    prefixes = (
+        "" if server.worker.prefixes else "no prefix cache: this executor cannot copy its cache"
+    )
     parts = [f"requests that do not say: {defaults}", bound, prefixes]
     remark(" · ".join(filter(None, parts)))
     if not config.local and not config.api_keys:

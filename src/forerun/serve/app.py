@@ -21,7 +21,6 @@ from starlette.types import ASGIApp
 
 from forerun import __version__
 from forerun.engine import Logprob
-from forerun.engine.prefixes import Prefixes
 from forerun.errors import ForerunError
 from forerun.model import Model
 from forerun.serve.answers import Answer
@@ -41,7 +40,7 @@ from forerun.serve.streaming import EventStream, Gone, dumps, with_client
 from forerun.serve.structure import Structures
 from forerun.serve.texts import Texts
 from forerun.serve.tools import calling
-from forerun.serve.worker import Reply, Worker, measure
+from forerun.serve.worker import Reply, Worker
 
 log = logging.getLogger("forerun.serve")
 
@@ -71,13 +70,7 @@ class Server:
         self.planner = Planner(config, model, self.texts)
         self.structures = Structures(model.tokenizer, self.vocab_size, model.eos)
         self.metrics = Metrics(config.metrics_prefix, config.name)
-        self.memory = measure(model, config.memory)
-        caches = model.target, *model.drafter.caches
-        self.prefixes = Prefixes.of(config.prefix_cache, caches)
-        self.worker = Worker(
-            model, config.max_rows, config.queue, self.memory, config.buffer,
-            self.metrics.update, self.prefixes,
-        )  # fmt: skip
+        self.worker = Worker(model, config, self.metrics.update)
         self.page = Page()
 
     # --- generating -------------------------------------------------------------------------
@@ -114,7 +107,7 @@ class Server:
                 self.metrics.gone["slow_reader"].inc()
             reply.cancel()
             raise
-        return EventStream(self._frames(answer, reply), self.config.ping, reply.slow)
+        return EventStream(self._frames(answer, reply), reply.slow)
 
     async def _whole(self, answer: Answer | ResponseAnswer, reply: Reply) -> bytes:
         async for updates in reply.updates():

@@ -8,6 +8,7 @@ from forerun.errors import require
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 ALL_RULES = "all"  # as an allowed rule: every rule
+DEADLINE = 30.0  # seconds that the head of a request may take, and its body
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,7 @@ class Config:
         prefix_cache: for texts read before, not to read them again; 0 is off. Besides `memory`.
         max_tokens: most tokens a request may ask for. None: as many as the context holds.
         max_body: largest request body.
-        buffer: rounds that may wait for a slow reader of a stream, ≥ 1; then it is cancelled.
-        deadline: seconds that the head of a request may take, and its body.
-        connections: open at a time; more get status 503.
         grace (SECONDS): for running requests to finish after a signal.
-        ping: seconds after which a silent stream gets a comment line, so that proxies keep it.
         origins (--allow-origin URL): a web origin whose pages may call.
         hosts (--allow-host NAME): another name of this machine. Besides `host` and loopback.
         metrics_prefix (PREFIX): of metric names; vllm: for tools that read vLLM's.
@@ -55,11 +52,7 @@ class Config:
     prefix_cache: Bytes = 512 * 10**6
     max_tokens: int | None = None
     max_body: Bytes = 4 * 2**20
-    buffer: int = 1024
-    deadline: float = 30.0
-    connections: int = 1024
     grace: float = 30.0
-    ping: float = 15.0
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     metrics_prefix: str = "forerun:"
@@ -70,12 +63,9 @@ class Config:
         require(self.max_rows >= 1, "max rows", self.max_rows, "≥ 1")
         require(self.queue >= 0, "queue", self.queue, "≥ 0")
         require(self.prefix_cache >= 0, "prefix cache", self.prefix_cache, "≥ 0 bytes")
-        require(self.buffer >= 1, "buffer", self.buffer, "≥ 1")
         require(self.max_body >= 1024, "max body", self.max_body, "at least 1024 bytes")
         limit = self.max_tokens
         require(limit is None or limit >= 1, "max tokens", limit, "≥ 1")
-        require(self.deadline > 0, "deadline", self.deadline, "> 0 seconds")
-        require(self.connections >= 1, "connections", self.connections, "≥ 1")
         require(self.grace >= 0, "grace", self.grace, "≥ 0 seconds")
         require(all(self.api_keys), "api key", "", "some text")
         good = re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*[:_]", self.metrics_prefix)

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun.serve.config import LOOPBACK, Config
+from forerun.serve.config import DEADLINE, LOOPBACK, Config
 from forerun.serve.errors import ApiError
 
 log = logging.getLogger("forerun.serve")
@@ -58,11 +58,10 @@ class Guard:
             self._check_host(headers.get("host", ""))
             self._check_key(scope, headers.get("authorization", ""))
             try:
-                async with asyncio.timeout(self._config.deadline):
+                async with asyncio.timeout(DEADLINE):
                     body = await self._read(receive, headers.get("content-length", ""))
             except TimeoutError:
-                late = f"the body was not here after {self._config.deadline:g} s"
-                raise ApiError(408, late) from None
+                raise ApiError(408, f"the body was not here after {DEADLINE:g} s") from None
             await self._app(scope, _replay(body, receive), watched)
         except ApiError as error:
             self._refused("unauthorized" if error.status in (401, 403) else "invalid")

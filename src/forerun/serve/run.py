@@ -19,14 +19,57 @@ from forerun.engine.meter import Meter
 from forerun.model import Model
 from forerun.runtime.timing import ROWS
 from forerun.serve.app import Server, create_app
-from forerun.serve.config import Config
+from forerun.serve.config import DEADLINE, Config
 from forerun.serve.errors import ApiError
 
 WARM = (1, 2, 3, 4)  # batch sizes that are warmed up
 LINGER = 5  # seconds that connections have to close once nothing runs any more
+CONNECTIONS = 1024  # that may be open at a time
 IDLE = 75
 """Seconds that a connection may wait for its next request: longer than clients keep theirs, most
 of them 5 to 60. Whoever closes first must be the client, or what it sends just then is lost."""
+PATIENCE = 1.0  # seconds for the head of a request that is refused anyway
+
+
+def refusal(message: str) -> bytes:
+    """A whole answer of status 503, after which the connection closes."""
+    body = json.dumps(ApiError(503, message).to_json())
+    return (
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+        f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+    ).encode()
+
+
+class Connection(H11Protocol):
+    """uvicorn's protocol with bounds: `DEADLINE` seconds from the first byte of a head, or from the
+    connection, to its last byte; `CONNECTIONS` may be open, a further one gets status 503."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS:
+            transport.write(refusal("too many connections are open; try again later"))
+            transport.close()
+            return
+        self._late = self.loop.call_later(DEADLINE, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        between = self.conn.their_state is h11.IDLE  # of a head, not all is here
+        if between and self._late is None:
+            self._late = self.loop.call_later(DEADLINE, self.transport.close)
+        elif not between:
+            self._clear()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear()
+        super().connection_lost(exc)
+
+    def _clear(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class Listener(uvicorn.Server):
@@ -43,34 +86,23 @@ class Listener(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="on",
-                http=protocol(config.deadline, config.connections),
+                http=Connection,
                 ws="none",
                 timeout_keep_alive=IDLE,
                 timeout_graceful_shutdown=LINGER,
             )
         )
-        self._grace = config.grace
-        self._draining: asyncio.Future[None] | None = None
-        self._events: asyncio.AbstractEventLoop | None = None
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self._events = asyncio.get_running_loop()
-        await super().serve(sockets)
+        self._grace, self._signals = config.grace, 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._draining is not None or self._events is None:
-            self.should_exit = True
-            self.force_exit = sig == signal.SIGINT
-            return
-        self._events.call_soon_threadsafe(self.drain)
+        self._signals += 1
+        self.should_exit, self.force_exit = True, self._signals > 1 and sig == signal.SIGINT
 
-    def drain(self) -> None:
-        if self._draining is None:
-            self._draining = asyncio.ensure_future(self._drain())
-
-    async def _drain(self) -> None:
-        await self.forerun.worker.stop(self._grace)
-        self.should_exit = True
+    async def main_loop(self) -> None:
+        await super().main_loop()
+        stopping = asyncio.ensure_future(self.forerun.worker.stop(self._grace))
+        while not stopping.done() and self._signals < 2:
+            await asyncio.sleep(0.02)
 
 
 def bind(config: Config) -> socket.socket:
@@ -111,57 +143,6 @@ def serve(
         host, port = listening.getsockname()[:2]
         ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", listener.forerun)
         listener.run(sockets=[listening])
-
-
-PATIENCE = 1.0  # seconds for the head of a request that is refused anyway
-
-
-def refusal(message: str) -> bytes:
-    """A whole answer of status 503, after which the connection closes."""
-    body = json.dumps(ApiError(503, message).to_json())
-    return (
-        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-        f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}"
-    ).encode()
-
-
-def protocol(deadline: float, most: int) -> type[H11Protocol]:
-    """uvicorn's protocol with bounds.
-
-    Args:
-        deadline: seconds from the first byte of a head, or from the connection, to its last byte.
-        most: connections that may be open; a further one gets status 503.
-    """
-
-    class Connection(H11Protocol):
-        _late: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > most:
-                transport.write(refusal("too many connections are open; try again later"))
-                transport.close()
-                return
-            self._late = self.loop.call_later(deadline, transport.close)
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            between = self.conn.their_state is h11.IDLE  # of a head, not all is here
-            if between and self._late is None:
-                self._late = self.loop.call_later(deadline, self.transport.close)
-            elif not between:
-                self._clear()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._clear()
-            super().connection_lost(exc)
-
-        def _clear(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
-
-    return Connection
 
 
 class _Refusing(socketserver.BaseRequestHandler):

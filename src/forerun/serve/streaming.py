@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 LINGER = 1.0  # seconds that a client too slow for its stream has to read the error
-PING = b": ping\n\n"  # a comment: keeps proxies from closing a silent stream
+PING = b": ping\n\n"  # a comment: keeps proxies from closing a silent stream, and
+SILENT = 15.0  # seconds after which one gets it
 DONE = b"data: [DONE]\n\n"
 
 
@@ -63,8 +64,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncGenerator[bytes], ping: float, slow: asyncio.Event) -> None:
-        self._frames, self._ping, self._slow = frames, ping, slow
+    def __init__(self, frames: AsyncGenerator[bytes], slow: asyncio.Event) -> None:
+        self._frames, self._slow = frames, slow
         self._sending, self._sent, self._ended = asyncio.Lock(), time.monotonic(), False
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -105,7 +106,7 @@ class EventStream(Response):
         """Send a comment whenever nothing else was sent for a while."""
         while True:
             silent = time.monotonic() - self._sent
-            if silent >= self._ping:
+            if silent >= SILENT:
                 await self._write(send, PING)
             else:
-                await asyncio.sleep(self._ping - silent)
+                await asyncio.sleep(SILENT - silent)

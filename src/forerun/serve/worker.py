@@ -13,28 +13,32 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from forerun.engine import Completion, Engine, Event, Logprob, Request, Stats
 from forerun.engine.prefixes import Prefixes
 from forerun.engine.reporting import NOTHING
 from forerun.errors import ForerunError, PromptError, SettingError
 from forerun.model import Model
+from forerun.serve.config import Config
 from forerun.serve.errors import ApiError
 
 log = logging.getLogger("forerun.serve")
 
+BUFFER = 1024  # updates of a job that may wait for a slow reader; then it is cancelled
 LAST_ROUND = 10.0  # seconds that the engine's thread has to end its round when the server stops
 
 
-@dataclass
 class Memory:
-    """A budget of bytes for the caches and logits of running requests. Caches are as wide as their
-    longest row, so what a row takes depends on the others."""
+    """A budget of bytes (None: no bound) for the caches and logits of running requests of a model
+    and its drafter, of whose logits a pass holds `width` a row. Caches are as wide as their longest
+    row, so what a row takes depends on the others."""
 
-    budget: int | None = None  # None: no bound
-    per_token: int = 0  # of one row in all caches
-    per_row: int = 0  # besides: the logits of a pass
+    def __init__(self, model: Model, budget: int | None, width: int = 8) -> None:
+        target, draft = model.target.facts, getattr(model.drafter, "rows", None)
+        self.budget = budget
+        self.per_token = target.token_bytes + (draft.facts.token_bytes if draft else 0)
+        """Of one row in all caches."""
+        self.per_row = 4 * width * target.vocab_size  # besides: the logits of a pass
 
     def bytes(self, columns: Sequence[int]) -> int:
         """Of rows that may grow to these lengths."""
@@ -46,15 +50,6 @@ class Memory:
     def share(self, columns: Sequence[int]) -> float:
         """Of the budget that they may come to take, in [0, 1]; 0 without a budget."""
         return min(self.bytes(columns) / self.budget, 1.0) if self.budget else 0.0
-
-
-def measure(model: Any, budget: int | None, width: int = 8) -> Memory:
-    """The budget of a loaded model and its drafter, of whose logits a pass holds `width` a row."""
-    facts = [model.target.facts]
-    if (rows := getattr(model.drafter, "rows", None)) is not None:
-        facts.append(rows.facts)
-    logits = 4 * width * facts[0].vocab_size
-    return Memory(budget, sum(one.token_bytes for one in facts), logits)
 
 
 Update = Event | ForerunError
@@ -75,9 +70,9 @@ class Ticket:
 class Reply:
     """The updates of the jobs of one client, in order; iterate it on the event loop."""
 
-    def __init__(self, worker: Worker, jobs: Sequence[Request], buffer: int) -> None:
+    def __init__(self, worker: Worker, jobs: Sequence[Request]) -> None:
         self._worker = worker
-        self._room = buffer * len(jobs)
+        self._room = BUFFER * len(jobs)
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
         self._open = set(range(len(jobs)))
         self.tickets = [Ticket(self, i, job) for i, job in enumerate(jobs)]
@@ -126,32 +121,25 @@ class Reply:
 
 
 class Worker:
-    """The engine in a thread: it holds `queue_size` requests that wait, and per job `buffer`
-    updates for a reader. `watch` is called on the event loop with the updates of a round.
+    """The engine in a thread, as the operator bounds it. `watch` is called on the event loop with
+    the updates of a round.
 
     Its methods are called on the event loop, but for those that say otherwise.
     """
 
     def __init__(
-        self,
-        model: Model,
-        max_rows: int = 16,
-        queue_size: int = 256,
-        memory: Memory | None = None,
-        buffer: int = 1024,
-        watch: Callable[[Sequence[Update]], None] = lambda updates: None,
-        prefixes: Prefixes | None = None,
+        self, model: Model, config: Config, watch: Callable[[Sequence[Update]], None]
     ) -> None:
-        self.max_rows, self.queue_size = max_rows, queue_size
-        self.memory = memory or Memory()
+        self._config, self._watch = config, watch
+        self.memory = Memory(model, config.memory)
+        self.prefixes = Prefixes.of(config.prefix_cache, [model.target, *model.drafter.caches])
         self.draining = False
-        self._buffer, self._watch = buffer, watch
         self._live: set[Ticket] = set()
         self._seconds = 1.0  # of a typical request, for Retry-After
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._engine = Engine(
-            model.target, model.drafter, model.tokenizer, model.eos, max_rows,
-            meter=model.meter, prefixes=prefixes,
+            model.target, model.drafter, model.tokenizer, model.eos, config.max_rows,
+            meter=model.meter, prefixes=self.prefixes,
         )  # fmt: skip
         self._engine.fits = lambda running, job: self.memory.fits(
             [*map(self._columns, running)], self._columns(job)
@@ -201,22 +189,22 @@ class Worker:
     def open(self, jobs: Sequence[Request]) -> Reply:
         """Queue the jobs of one client, which `check` passed, all or none; `ApiError` 429 if the
         queue is full, 503 if the server is shutting down."""
-        room = self.max_rows + self.queue_size
+        rows = self._config.max_rows
         if self.draining or not self.alive:
             state = "shutting down" if self.draining else "not running"
             raise ApiError(503, f"the server is {state}", retry_after=5)
-        if len(self._live) + len(jobs) > room:
+        if len(self._live) + len(jobs) > rows + self._config.queue:
             message = f"{self.waiting} requests wait already; try again later"
-            after = round((1 + self.waiting / self.max_rows) * self._seconds)
+            after = round((1 + self.waiting / rows) * self._seconds)
             raise ApiError(429, message, None, "queue_full", max(1, min(60, after)))
-        reply = Reply(self, jobs, self._buffer)
+        reply = Reply(self, jobs)
         self._live.update(reply.tickets)
         self._inbox.put(lambda: self._submit(reply.tickets))
         return reply
 
     def answer_empty(self, jobs: Sequence[Request]) -> Reply:
         """The reply to jobs that write nothing: all of it is there at once."""
-        reply = Reply(self, jobs, 1)
+        reply = Reply(self, jobs)
         for i, job in enumerate(jobs):
             stats = Stats.of([], len(job.prompt), 0.0, 0.0, 0.0)
             done = Completion("", [], "length", [], stats, [], seed=0, logprobs=[])
@@ -329,7 +317,7 @@ class Worker:
             assert ticket.request is not None
             del self._tickets[ticket.request]
             if done.error is not None:
-                return ticket, _failed(done)
+                return ticket, _failed(done.error_type or Exception, done.error)
             seconds, first = (  # from when it had a row
                 max(given - event.queued, 0.0)
                 for given in (done.stats.seconds, done.stats.first_token_seconds)
@@ -339,9 +327,8 @@ class Worker:
         try:
             _ = event.pieces
         except Exception as error:  # its tokenizer
-            log.exception("a request's text could not be made")
             self._cancel([ticket])
-            return ticket, _bug(type(error))
+            return ticket, _failed(type(error), f"its text could not be made: {error!r}")
         return ticket, event
 
     def _end(self) -> None:
@@ -351,16 +338,10 @@ class Worker:
         self._engine.clear()
 
 
-def _failed(done: Completion) -> ApiError:
-    """What a client is told of the error that ended its request."""
-    kind = done.error_type or Exception
+def _failed(kind: type[Exception], error: str) -> ApiError:
+    """What a client is told of the error that ended its request: of one that is not his the kind,
+    no path and no traceback."""
     if issubclass(kind, ForerunError):
-        blame = issubclass(kind, (PromptError, SettingError))
-        return ApiError(400 if blame else 500, str(done.error))
-    log.error("a request ended with an error: %s", done.error)
-    return _bug(kind)
-
-
-def _bug(kind: type[Exception]) -> ApiError:
-    """Of an error that is not his a client learns the kind, no path and no traceback."""
+        return ApiError(400 if issubclass(kind, (PromptError, SettingError)) else 500, error)
+    log.error("a request ended with an error: %s", error)
     return ApiError(500, f"the engine failed ({kind.__name__}); the request was lost")
