@@ -96,18 +96,15 @@ class Server:
         if plan.echo and plan.top is not None:
             read = await with_client(request, self.worker.score(plan.prompts, plan.top))
         reply = (self.worker.open if plan.writes else self.worker.answer_empty)(plan.jobs)
+        chat = Answer(plan, self.config.name, self.texts, read)
+        answer = chat if asked is None else ResponseAnswer(chat, asked)
+        if plan.request.stream:
+            return EventStream(self._frames(answer, reply), reply.slow)
         try:
-            chat = Answer(plan, self.config.name, self.texts, read)
-            answer = chat if asked is None else ResponseAnswer(chat, asked)
-            if not plan.request.stream:
-                body = await with_client(request, self._whole(answer, reply))
-                return Response(body, media_type="application/json")
-        except BaseException:
-            if reply.slow.is_set():
-                self.metrics.gone["slow_reader"].inc()
+            body = await with_client(request, self._whole(answer, reply))
+            return Response(body, media_type="application/json")
+        finally:
             reply.cancel()
-            raise
-        return EventStream(self._frames(answer, reply), reply.slow)
 
     async def _whole(self, answer: Answer | ResponseAnswer, reply: Reply) -> bytes:
         async for updates in reply.updates():

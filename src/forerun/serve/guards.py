@@ -46,13 +46,6 @@ class Guard:
             scope = {**scope, "path": f"/v1{scope['path']}"}
         if scope["method"] == "HEAD":  # the listener leaves the body away
             scope = {**scope, "method": "GET"}
-        started = False
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
-
         try:
             headers = Headers(scope=scope)
             self._check_host(headers.get("host", ""))
@@ -62,14 +55,12 @@ class Guard:
                     body = await self._read(receive, headers.get("content-length", ""))
             except TimeoutError:
                 raise ApiError(408, f"the body was not here after {DEADLINE:g} s") from None
-            await self._app(scope, _replay(body, receive), watched)
+            await self._app(scope, _replay(body, receive), send)
         except ApiError as error:
             self._refused("unauthorized" if error.status in (401, 403) else "invalid")
             await error_response(error)(scope, receive, send)
-        except Exception:
+        except Exception:  # the application has answered; the listener has, where it has not
             log.exception("a request failed")
-            if not started:
-                await error_response(ApiError(500, FAILED))(scope, receive, send)
 
     def _check_host(self, host: str) -> None:
         """A page elsewhere whose name was made to point here must not read this server."""

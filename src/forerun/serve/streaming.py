@@ -1,15 +1,15 @@
 """Answers that must not outlive their client."""
 
 import asyncio
-import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+import anyio
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
@@ -42,22 +42,19 @@ async def until_gone(receive: Receive) -> None:
 
 async def with_client(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client leaves: then `Gone` is raised."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(until_gone(request.receive))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(request.receive))
+    gone.add_done_callback(lambda _: task.cancel())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise Gone
+        return await task
+    except asyncio.CancelledError:
+        if gone.done():
+            raise Gone from None
+        raise
     finally:
-        for future in (task, gone):
-            if not future.done():
-                future.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await future
+        gone.cancel()
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends frames as they come, and closes their source when the client leaves or is `slow`.
     Nothing is made per frame, no task and no timer: while models run in another thread of this
     process, what the event loop does is time that thread may have to wait."""
@@ -65,48 +62,41 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, frames: AsyncGenerator[bytes], slow: asyncio.Event) -> None:
+        super().__init__(frames, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._frames, self._slow = frames, slow
         self._sending, self._sent, self._ended = asyncio.Lock(), time.monotonic(), False
-        self.status_code, self.background = 200, None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        sending = asyncio.ensure_future(self._send(send))
-        pinging = asyncio.ensure_future(self._keep(send))
-        gone = asyncio.ensure_future(until_gone(receive))
-        slow = asyncio.ensure_future(self._slow.wait())
+        async def write(message: Message) -> None:
+            async with self._sending:
+                if not self._ended:  # else a comment that waited for the end
+                    self._ended = not message.get("more_body", True)
+                    await send(message)
+            self._sent = time.monotonic()
+
+        async def ending(work: Callable[..., Awaitable[None]], *args: Any) -> None:
+            await work(*args)
+            group.cancel_scope.cancel()
+
         try:
-            await asyncio.wait({sending, gone, slow}, return_when=asyncio.FIRST_COMPLETED)
-            if slow.done():  # a last chance to read why it ends
-                await asyncio.wait({sending}, timeout=LINGER)
-            if sending.done():
-                sending.result()
+            async with anyio.create_task_group() as group:
+                group.start_soon(ending, self.stream_response, write)
+                group.start_soon(ending, until_gone, receive)
+                group.start_soon(ending, self._late)
+                group.start_soon(self._keep, write)
         finally:
-            for future in (pinging, sending, gone, slow):
-                future.cancel()
-                with contextlib.suppress(asyncio.CancelledError, OSError):
-                    await future
             await self._frames.aclose()
 
-    async def _send(self, send: Send) -> None:
-        async for body in self._frames:
-            await self._write(send, body)
-        await self._write(send, b"", last=True)
+    async def _late(self) -> None:
+        """Return when a client too slow for its stream had a last chance to read why it ends."""
+        await self._slow.wait()
+        await asyncio.sleep(LINGER)
 
-    async def _write(self, send: Send, body: bytes, last: bool = False) -> None:
-        async with self._sending:
-            if self._ended:  # a comment that waited for the end
-                return
-            self._ended = last
-            await send({"type": "http.response.body", "body": body, "more_body": not last})
-        self._sent = time.monotonic()
-
-    async def _keep(self, send: Send) -> None:
+    async def _keep(self, write: Send) -> None:
         """Send a comment whenever nothing else was sent for a while."""
         while True:
             silent = time.monotonic() - self._sent
             if silent >= SILENT:
-                await self._write(send, PING)
+                await write({"type": "http.response.body", "body": PING, "more_body": True})
             else:
                 await asyncio.sleep(SILENT - silent)

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from forerun.errors import ForerunError, MissingExtraError
+from forerun.grammar import Grammars
 from forerun.requests import Constraint
 from forerun.serve.errors import bad, unsupported
 from forerun.serve.protocol import Generation
@@ -24,7 +25,7 @@ class Structures:
     def __init__(self, tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> None:
         self._compiled = lru_cache(KEPT)(self._compile)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="forerun-constraints")
-        self._grammars = self._pool.submit(_grammars, tokenizer, vocab_size, sorted(eos))
+        self._grammars = self._pool.submit(Grammars, tokenizer, vocab_size, sorted(eos))
         """Made before the first request needs it: it takes seconds for a large vocabulary."""
 
     def close(self) -> None:
@@ -66,12 +67,6 @@ class Structures:
         except ForerunError as error:
             raise bad(str(error), field) from error
         return made
-
-
-def _grammars(*of: Any) -> Any:
-    from forerun.grammar import Grammars
-
-    return Grammars(*of)
 
 
 def asked(request: Generation) -> list[tuple[str, str, Any]]:
