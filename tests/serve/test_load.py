@@ -265,6 +265,19 @@ def test_leaving_lets_running_requests_finish_and_takes_no_new_ones(held):
         assert running_one.result()["usage"]["completion_tokens"] == 4
 
 
+def test_a_second_interrupt_does_not_wait_for_what_runs(held):
+    server, target = held
+    server.listener._grace = 60
+    target.gate.clear()
+    with ThreadPoolExecutor(1) as pool:
+        cut = pool.submit(server.post, "/v1/completions", **BODY)
+        eventually(lambda: server.server.worker.running == 1)
+        for _ in range(2):
+            server.listener.handle_exit(signal.SIGTERM, None)
+        assert cut.result().status_code == 503
+        target.gate.set()
+
+
 def test_leaving_without_grace_ends_what_runs(held):
     server, target = held
     target.gate.clear()

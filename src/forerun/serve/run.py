@@ -7,6 +7,7 @@ import signal
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -100,9 +101,8 @@ class Listener(uvicorn.Server):
 
     async def main_loop(self) -> None:
         await super().main_loop()
-        stopping = asyncio.ensure_future(self.forerun.worker.stop(self._grace))
-        while not stopping.done() and self._signals < 2:
-            await asyncio.sleep(0.02)
+        end = time.monotonic() + self._grace
+        await self.forerun.worker.stop(lambda: self._signals < 2 and time.monotonic() < end)
 
 
 def bind(config: Config) -> socket.socket:

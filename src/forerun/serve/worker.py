@@ -231,11 +231,10 @@ class Worker:
             reply.cancel()
         return out
 
-    async def stop(self, grace: float = 0.0) -> None:
-        """Take nothing new, let running and waiting requests finish for `grace` seconds, end."""
+    async def stop(self, waits: Callable[[], bool] = lambda: False) -> None:
+        """Take nothing new, let running and waiting requests finish while somebody waits, end."""
         self.draining = True
-        deadline = time.monotonic() + grace
-        while self._live and self.alive and time.monotonic() < deadline:
+        while self._live and self.alive and waits():
             await asyncio.sleep(0.02)
         gone = ApiError(503, "the server is shutting down", retry_after=5)
         self._deliver([(ticket, gone) for ticket in self._live])
