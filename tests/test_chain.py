@@ -121,9 +121,22 @@ def test_the_dearer_the_model_the_less_a_free_draft_must_bring() -> None:
 
 
 def test_of_a_free_draft_what_is_worth_its_place_is_taken() -> None:
-    """Where a token makes the pass longer by a fifth, one that is kept less often is left out."""
+    """Where a token makes the pass longer by a fifth, one that is kept less often is left out; one
+    that is worth nothing keeps nobody from drafting."""
     assert plan(draft=0.9, slope=0.2).free(0, [0.9, 0.5, 0.1]) == 2
-    assert plan(draft=0.9, slope=0.2).free(0, [0.1, 0.09]) == 0
+    assert plan(draft=0.9, slope=0.2).free(0, [0.1, 0.09]) is None
+
+
+def test_a_free_draft_is_weighed_against_what_was_kept_of_the_model_s() -> None:
+    shown = [Token(logit_margin=1.0)] * 4
+    for kept, better in ((4, None), (0, 2)):
+        policy, state = Survival(), Survival().start()
+        for _ in range(8):
+            round = RoundOutcome(4, kept, [float(kept > 0)] * 4, Stop.CONFIDENCE, shown)
+            state = policy.observe(state, round)
+        seat = Seat(outlook=policy.outlook(state))
+        costs = Costs(0.1, ((1, 1.0), (2, 1.0)), free=0.001)
+        assert Renewal().open(Pace(16.0, 2.0), costs, [seat], 1, 0).free(0, [0.8, 0.6]) == better
 
 
 def test_forecasts_are_of_the_model_alone() -> None:

@@ -31,7 +31,7 @@ GREEDY = LogOdds(-0.44, 1.37, 0.0, 1.23, 0.70, 0.35)
 """Where no coins decide; `python -m benchmarks.auto_prior` made both."""
 SAMPLED = LogOdds(0.52, 0.0, 3.34, 0.97, 0.83, 0.29)  # where coins do
 BLIND = 0.8, 2.0, 3.4, 4.0
-"""First tokens of rounds, kept and judged, and later ones: what a draft without signals starts
+"""First tokens of rounds, kept and judged, and later ones: what a draft that is not seen starts
 from."""
 
 
@@ -41,7 +41,7 @@ class SurvivalState(NamedTuple):
     certain: bool = True  # whether no coins decide what is kept: which prior is the request's
     shift: float = 0.0  # the request's own constant, of drafted tokens and of the next one
     weight: float = 0.0  # `Σ w` it was learned from
-    counts: tuple[float, ...] = BLIND
+    counts: tuple[float, ...] = BLIND  # first tokens kept and judged, and later ones
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Survival(Forecaster):
         return self.length
 
     def outlook(self, state: SurvivalState) -> Outlook:
-        """By what was kept of drafts without signals, the only ones that are not looked at."""
+        """By what was kept of first and later tokens."""
         return Outlook(*_counted(state))
 
     def forecast(
@@ -106,8 +106,9 @@ class Survival(Forecaster):
         most = largest(count)
         if not most:
             return state
+        state = state._replace(counts=self._counts(state, round))
         if not round.shows("logit_margin"):
-            return state._replace(counts=self._counts(state, round))
+            return state
         by: LogOdds = select(state.certain, GREEDY, SAMPLED)
         guess, weight, miss = by.first, state.weight, 0.0
         for i in range(most):
@@ -132,6 +133,6 @@ class Survival(Forecaster):
 
 
 def _counted(state: SurvivalState) -> tuple[float, float]:
-    """Chances of a first token and of later ones, of drafts without signals."""
+    """Chances of a first token and of later ones, of a draft that is not seen."""
     first, judged, later, later_judged = state.counts
     return first / judged, later / later_judged
