@@ -112,7 +112,7 @@ def whole(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 
 def check(tokenizer: PreTrainedTokenizerFast, ids: list[int], cut: int) -> None:
     """The prompt's text without an unfinished character, then all pieces: the whole text."""
-    detokenizer = Detokenizer(tokenizer, ids[:cut])
+    detokenizer = Detokenizer.of(tokenizer, ids[:cut])
     pieces = [detokenizer.push(token) for token in ids[cut:]]
     text, all_of_it = "".join(pieces) + detokenizer.flush(), whole(tokenizer, ids)
     assert all_of_it.endswith(text)
@@ -152,7 +152,7 @@ def test_a_character_in_parts_is_one_piece(tokenizer):
     """From a cut inside 😀 on, the completed character is the text of the last token."""
     ids = tokenizer.encode("a😀", add_special_tokens=False)
     for cut in range(len(ids)):
-        detokenizer = Detokenizer(tokenizer, ids[:cut])
+        detokenizer = Detokenizer.of(tokenizer, ids[:cut])
         assert [detokenizer.push(token) for token in ids[cut:]][-1].endswith("😀")
 
 
@@ -176,7 +176,7 @@ def test_a_stream_drafts_when_its_first_character_is_complete():
 def test_three_bytes_are_held_back_and_no_more():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level())
     (first,) = tokenizer.convert_tokens_to_ids(["ð"])
-    detokenizer = Detokenizer(tokenizer, [])
+    detokenizer = Detokenizer.of(tokenizer, [])
     assert [detokenizer.push(first) for _ in range(3)] == ["", "�", "�"]
     assert detokenizer.flush() == "�"
 
@@ -208,7 +208,7 @@ def test_other_tokenizers_decode_a_window(errors):
     for cut in range(len(ids) + 1):
         if cut and ids[cut - 1] >= 0x80 and cut < len(ids) and ids[cut] < 0xC0 and ids[cut] >= 0x80:
             continue  # such a prompt's text is its own affair
-        detokenizer = Detokenizer(ByteTokenizer(errors), ids[:cut])
+        detokenizer = Detokenizer.of(ByteTokenizer(errors), ids[:cut])
         text = "".join(map(detokenizer.push, ids[cut:])) + detokenizer.flush()
         head = bytes(ids[:cut]).decode(errors="ignore")
         assert head + text == "aé你😀 b😀"

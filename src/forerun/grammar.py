@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,24 +34,17 @@ ITEMS = 5000
 work grows with their square, ends after 20 ms and not after seconds of a locked interpreter."""
 
 
-@dataclass(frozen=True)
 class Grammar:
-    """A constraint, compiled; made by `Grammars`. It may serve any number of requests."""
-
-    kind: str  # "json", "regex", "choice" or "lark"
-    _start: Any
-    _eos: tuple[int, ...]
-
-    def begin(self) -> GrammarMatcher:
-        """At the beginning of a text."""
-        return GrammarMatcher(self._start.deep_copy(), self._eos)
-
-
-class GrammarMatcher:
-    """A text's place in a grammar; see `requests.Matcher`."""
+    """A constraint, compiled, and a text's place in it: `requests.Constraint` and `Matcher`. Made
+    by `Grammars`; one may serve any number of requests, each of which begins at a place of its own.
+    """
 
     def __init__(self, matcher: Any, eos: Sequence[int]) -> None:
         self._matcher, self._eos = matcher, list(eos)
+
+    def begin(self) -> Grammar:
+        """At the beginning of a text."""
+        return Grammar(self._matcher.deep_copy(), self._eos)
 
     def allowed(self) -> NDArray[np.bool_]:
         """Tokens that go on with the text."""
@@ -149,7 +141,7 @@ class Grammars:
         matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise SettingError(f"the {kind} constraint is wrong: {_line(matcher.get_error())}")
-        return Grammar(kind, matcher, self._eos)
+        return Grammar(matcher, self._eos)
 
 
 def _line(error: object) -> str:

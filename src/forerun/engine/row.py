@@ -60,7 +60,7 @@ class Row:
         # Clients whose numbers are doubles can give a drawn seed back.
         self.seed = randbits(53) if how.seed is None else how.seed % (1 << 63)
         strings, self.stop_tokens = split_stops(how.stop, tokenizer)
-        self.stops, self.text = StopStrings(strings), Detokenizer(tokenizer, self.context)
+        self.stops, self.text = StopStrings(strings), Detokenizer.of(tokenizer, self.context)
         named = frozenset(self.stop_tokens)
         eos = (model_eos if how.eos is None else frozenset(how.eos)) | named
         self.eos = named if how.ignore_eos else eos

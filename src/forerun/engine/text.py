@@ -1,5 +1,7 @@
 """Turning tokens into text one at a time."""
 
+from __future__ import annotations
+
 import codecs
 import json
 from collections.abc import Iterable, Sequence
@@ -127,32 +129,32 @@ class Detokenizer:
     """Incremental decoding: a token may complete a character begun by the tokens before it.
 
     The prompt's text without an unfinished character at its end, followed by all pieces, is the
-    text of all tokens. At most three bytes are held back, and the time is linear. Without a
-    tokenizer there is no text.
+    text of all tokens. At most three bytes are held back, and the time is linear. This one is of a
+    model without a tokenizer, and there is no text.
     """
 
-    def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
-        self._way: _Bytes | _Window | None = None
+    @staticmethod
+    def of(tokenizer: Any, context: Sequence[int]) -> Detokenizer:
+        """Of what is written behind the tokens of a context."""
         if (known := token_bytes(tokenizer)) is not None:
-            self._way = _Bytes(known, context)
-        elif tokenizer is not None:
-            self._way = _Window(tokenizer, context)
+            return _Bytes(known, context)
+        return Detokenizer() if tokenizer is None else _Window(tokenizer, context)
 
     def push(self, token: int) -> str:
         """The text this token adds; empty while a character is unfinished."""
-        return self._way.push(token) if self._way else ""
+        return ""
 
     @property
     def holds(self) -> bool:
         """Whether the newest token left a character unfinished."""
-        return self._way is not None and self._way.holds
+        return False
 
     def flush(self) -> str:
         """Whatever an unfinished character at the very end decodes to."""
-        return self._way.flush() if self._way else ""
+        return ""
 
 
-class _Bytes:
+class _Bytes(Detokenizer):
     """By the bytes of each token."""
 
     def __init__(self, known: TokenBytes, context: Sequence[int]) -> None:
@@ -180,7 +182,7 @@ class _Bytes:
         return self._utf8.decode(b"", final=True)
 
 
-class _Window:
+class _Window(Detokenizer):
     """By decoding the last few tokens anew with each one: the difference is its text."""
 
     def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:

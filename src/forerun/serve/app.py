@@ -7,13 +7,13 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -71,7 +71,6 @@ class Server:
         self.structures = Structures(model.tokenizer, self.vocab_size, model.eos)
         self.metrics = Metrics(config.metrics_prefix, config.name)
         self.worker = Worker(model, config, self.metrics.update)
-        self.page = Page()
 
     # --- generating -------------------------------------------------------------------------
 
@@ -144,7 +143,7 @@ class Server:
             "meta": {
                 "vocab_size": self.vocab_size,
                 "sampling_defaults": self.planner.defaults,
-                **self.planner.policies.default.to_json(),
+                **self.planner.default_policy.to_json(),
             },
         }
 
@@ -155,21 +154,19 @@ class Server:
             raise ApiError(404, other, "model", "model_not_found")
 
 
-class Page:
+@cache
+def _page() -> tuple[str, dict[str, str]]:
     """The page at `/`, and headers that let it load only itself, by the hashes of its parts."""
-
-    def __init__(self) -> None:
-        text = files("forerun.serve").joinpath("page.html").read_text(encoding="utf-8")
-        self.html = text.encode()
-        scripts, styles = _hashes(text, "script"), _hashes(text, "style")
-        nothing = "".join(f"{what} 'none'; " for what in ("default-src", "base-uri", "form-action"))
-        own = f"script-src {scripts}; style-src {styles}; connect-src 'self'; img-src data:"
-        self.headers = {
-            "content-security-policy": f"{nothing}{own}; frame-ancestors 'none'",
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "cache-control": "no-cache",
-        }
+    text = files("forerun.serve").joinpath("page.html").read_text(encoding="utf-8")
+    scripts, styles = _hashes(text, "script"), _hashes(text, "style")
+    nothing = "".join(f"{what} 'none'; " for what in ("default-src", "base-uri", "form-action"))
+    own = f"script-src {scripts}; style-src {styles}; connect-src 'self'; img-src data:"
+    return text, {
+        "content-security-policy": f"{nothing}{own}; frame-ancestors 'none'",
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
 
 
 def _hashes(text: str, tag: str) -> str:
@@ -364,10 +361,11 @@ def _about(app: FastAPI, server: Server) -> None:
             "max_model_len": server.planner.limit,
             "chat": server.texts.chats,
             "sampling_defaults": server.planner.defaults,
-            **server.planner.policies.to_json(),
+            **server.planner.parts(),
         }
 
     @app.get("/", include_in_schema=False)
     async def front() -> Response:
         """The page."""
-        return Response(server.page.html, media_type="text/html", headers=server.page.headers)
+        text, headers = _page()
+        return HTMLResponse(text, headers=headers)

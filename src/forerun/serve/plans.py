@@ -62,7 +62,10 @@ class Planner:
 
     def __init__(self, config: Config, model: Model, texts: Texts) -> None:
         self._config, self._model, self._texts = config, model, texts
-        self.policies = Policies(config)
+        self.default_policy = Policy(CONTROLLERS.make(config.controller), RULES.make(config.rule))
+        """Of requests that do not say."""
+        for name in config.allowed_rules - {ALL_RULES}:
+            RULES.load(name)
         self.limit, self._reads = model.target.limit, model.target.facts.source_limit
         self.defaults = {"temperature": 1.0, **sampling_settings(generation_config(model.target))}
         """Sampling settings of requests that do not say."""
@@ -140,7 +143,7 @@ class Planner:
         wanted = None if wanted == -1 else wanted
         if wanted is not None and most is not None and wanted > most:
             raise bad(f"{wanted} tokens were asked for; at most {most} here", "max_tokens")
-        policy = self.policies.of(request)
+        policy = self.policy(request)
         copies, eos, more = request.n or 1, self._model.eos, request.stop_token_ids or ()
         ends = frozenset({*_stops(request), *more} - eos)
         prediction: Sequence[int] = ()
@@ -221,6 +224,43 @@ class Planner:
                 allowed_tokens=None if allowed is None else tuple(allowed),
             )
 
+    def policy(self, request: Generation) -> Policy:
+        """The policy of a request; `ApiError` for a spec that cannot be made, or a lossy rule that
+        the operator does not allow."""
+        asked, field = _asked(request)
+        if asked is False:
+            return Policy(CONTROLLERS.make(PLAIN), RULES.make("gumbel"))
+        own = self.default_policy
+        if asked is None or asked is True:
+            return own
+        with blaming(field):
+            name, kept = asked.controller, asked.rule
+            controller = CONTROLLERS.make(own.controller if name is None else name)
+            rule = RULES.make(own.rule if kept is None else kept)
+        for name in () if rule.lossless or rule == own.rule else _names(rule):
+            if not self._allows(name):
+                raise ApiError(
+                    403,
+                    f"rule {name!r} is lossy and this server does not allow it; use a lossless "
+                    f"one, or have the operator start it with --allow-rule {name}",
+                    field,
+                    "rule_not_allowed",
+                )
+        return Policy(controller, rule, asked.report or own.report)
+
+    def _allows(self, rule: str) -> bool:
+        cls = RULES.load(rule)
+        return cls.lossless or bool({rule, ALL_RULES} & self._config.allowed_rules)
+
+    def parts(self) -> dict[str, Any]:
+        """Controllers and rules that requests may name, and what is taken where they name none."""
+        rules = _listed(RULES)
+        for part in rules:
+            name = part["name"]
+            part |= {"lossless": RULES.load(name).lossless, "allowed": self._allows(name)}
+        controllers, own = _listed(CONTROLLERS), self.default_policy.to_json()
+        return {"default": own, "controllers": controllers, "rules": rules}
+
 
 def _stops(request: Generation) -> tuple[str, ...]:
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -248,60 +288,6 @@ class Policy:
             "rule": RULES.text(self.rule),
             "lossless": self.rule.lossless,
         }
-
-
-class Policies:
-    """Makes policies of requests, within what the operator allows."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self.default = Policy(CONTROLLERS.make(config.controller), RULES.make(config.rule))
-        if ALL_RULES not in config.allowed_rules:
-            for name in config.allowed_rules:
-                RULES.load(name)
-
-    def of(self, request: Generation) -> Policy:
-        """The policy of a request; `ApiError` for a spec that cannot be made, or a lossy rule that
-        is not allowed."""
-        asked, field = _asked(request)
-        if asked is False:
-            return Policy(CONTROLLERS.make(PLAIN), RULES.make("gumbel"))
-        if asked is None or asked is True:
-            return self.default
-        with blaming(field):
-            own = self.default
-            name, kept = asked.controller, asked.rule
-            controller = own.controller if name is None else CONTROLLERS.make(name)
-            rule = own.rule if kept is None else RULES.make(kept)
-        if rule != self.default.rule:
-            self._permit(rule, field)
-        return Policy(controller, rule, asked.report or self.default.report)
-
-    def allowed(self, rule: str) -> bool:
-        cls = RULES.load(rule)
-        return cls.lossless or bool({rule, ALL_RULES} & self._config.allowed_rules)
-
-    def to_json(self) -> dict[str, Any]:
-        """What requests may name, and what is taken where they name nothing."""
-        rules = _listed(RULES)
-        for part in rules:
-            name = part["name"]
-            part |= {"lossless": RULES.load(name).lossless, "allowed": self.allowed(name)}
-        controllers = _listed(CONTROLLERS)
-        return {"default": self.default.to_json(), "controllers": controllers, "rules": rules}
-
-    def _permit(self, rule: AcceptanceRule, field: str) -> None:
-        if rule.lossless:
-            return
-        for name in _names(rule):
-            if not self.allowed(name):
-                raise ApiError(
-                    403,
-                    f"rule {name!r} is lossy and this server does not allow it; use a lossless "
-                    f"one, or have the operator start it with --allow-rule {name}",
-                    field,
-                    "rule_not_allowed",
-                )
 
 
 def _listed(registry: Registry) -> list[dict[str, Any]]:

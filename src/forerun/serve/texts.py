@@ -61,12 +61,12 @@ class Texts:
 
     def pieces(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
         """The text each token adds, after other tokens."""
-        detokenizer = Detokenizer(self._decoder, list(before))
+        detokenizer = Detokenizer.of(self._decoder, list(before))
         return [detokenizer.push(token) for token in tokens]
 
     def prompt(self, tokens: Sequence[int]) -> str:
         """The text of a prompt, up to an unfinished character, which its continuation completes."""
-        unfinished = Detokenizer(self._decoder, tokens).flush()
+        unfinished = Detokenizer.of(self._decoder, tokens).flush()
         return self.decode(tokens, skip_special=False).removesuffix(unfinished)
 
     def token(self, token: int) -> str:

@@ -162,26 +162,19 @@ class HeadTrainer(StatesTraining):
         outputs, _, best = self._both(texts)
         return torch.stack([self.head.logits(x).argmax(-1) == best for x in outputs], -1)
 
-    @torch.no_grad()
-    def agreement(self, texts: Sequence[Document]) -> dict[str, Any]:
-        """How well drafts of `STEPS` tokens do on held-out texts.
-
-        Returns:
-            As of any draft; "tokens_per_round" of rounds one after the other (1 + kept), over all
-            texts and "by_family", which is what counts: misses come in runs.
-        """
+    def _measured(self, parts: Sequence[tuple[Sequence[Document], torch.Tensor]]) -> dict[str, Any]:
+        """As of any draft; and "tokens_per_round" of rounds one after the other (1 + kept), over
+        all texts and "by_family", which is what counts: misses come in runs."""
         rounds: dict[str, list[int]] = {}
-        for part in self._batches(texts):
-            hits = self._right(part).cpu()
-            for text, right in zip(
-                part, hits.split([text.positions for text in part]), strict=True
-            ):
+        for texts, hits in parts:
+            counts = [text.positions for text in texts]
+            for text, right in zip(texts, hits.split(counts), strict=True):
                 count = rounds.setdefault(text.family, [0, 0])
                 count[0] += rounds_of(right)
                 count[1] += len(right)
         pace = {name: round(n / max(r, 1), 3) for name, (r, n) in sorted(rounds.items())}
         every = [sum(column) for column in zip(*rounds.values(), strict=True)]
-        out = super().agreement(texts) | {"tokens_per_round": round(every[1] / every[0], 3)}
+        out = super()._measured(parts) | {"tokens_per_round": round(every[1] / every[0], 3)}
         return out | ({"by_family": pace} if len(pace) > 1 else {})
 
 

@@ -83,7 +83,11 @@ class Training(ABC, Generic[T]):
             "top1" of the first depth, "by_depth" of each, and "accepted", the mean number that are
             right before the first that is not.
         """
-        right = torch.cat([self._right(part).double().cpu() for part in self._batches(texts)])
+        return self._measured([(part, self._right(part).cpu()) for part in self._batches(texts)])
+
+    def _measured(self, parts: Sequence[tuple[Sequence[T], torch.Tensor]]) -> dict[str, Any]:
+        """What `agreement` returns, of texts that ran together and what was right there."""
+        right = torch.cat([own for _, own in parts]).double()
         means = right.nanmean(0).nan_to_num(0.0).tolist()
         kept = right.nan_to_num(0.0).cumprod(1).sum(1).mean()
         return {
