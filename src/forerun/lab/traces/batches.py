@@ -254,7 +254,8 @@ class Replayed(Engine):
             committed=self._trace.sizes[prompts], seconds=seconds, plain_seconds=plain,
             drift=drift, **counts,
         )  # fmt: skip
-        self._waiting.extend(self._text(place, prompt) for place, prompt in enumerate(prompts))
+        writing, _ = self._waiting
+        writing.update((place, self._text(place, prompt)) for place, prompt in enumerate(prompts))
         return self.run()
 
     def _text(self, place: int, prompt: int) -> Row:
