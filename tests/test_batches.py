@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -148,8 +148,6 @@ def test_seconds_of_all_prompts_are_the_time_of_all_rounds(scripted: Any) -> Non
 @dataclass(frozen=True)
 class Broken(FixedLength):
     """Fails when it has seen a round."""
-
-    summary: ClassVar[str] = ""
 
     def observe(self, state: State, round: RoundOutcome) -> State:
         raise ZeroDivisionError("of a policy")

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from forerun.cli.parts import BIBTEX
 from forerun.controllers import CONTROLLERS
+from forerun.drafters import DRAFTERS
 from forerun.errors import SettingError, UnknownNameError
-from forerun.registry import Registry, Spec, parse
+from forerun.registry import Registry, Spec, papers_of, parse
 from forerun.rules import RULES
 
 NAMES = st.from_regex(r"[A-Za-z_][\w.+/-]{0,8}", fullmatch=True).filter(
@@ -166,7 +167,10 @@ def test_text_of_a_part_nobody_registered():
     assert CONTROLLERS.text(Wordy()) == repr(Wordy())
 
 
-def test_every_citation_is_an_entry():
+def test_every_citation_is_an_entry_and_every_entry_is_cited():
+    of_kinds = CONTROLLERS, RULES, DRAFTERS
+    classes = [registry.load(name) for registry in of_kinds for name in registry.names()]
+    assert {key for cls in classes for key in papers_of(cls)} == BIBTEX.keys()
     for key, entry in BIBTEX.items():
         assert entry.startswith("@"), key
         assert entry.count("{") == entry.count("}")

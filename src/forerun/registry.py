@@ -9,6 +9,7 @@ ours are what `methods` describes, third parties add theirs by the entry points
 import importlib
 import math
 import re
+import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -47,6 +48,7 @@ _ESCAPE = re.compile(
     r"\\(x[\da-fA-F]{2}|u[\da-fA-F]{4}|U00(?:0[\da-fA-F]|10)[\da-fA-F]{4}|.)", re.DOTALL
 )
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
+_CITED = re.compile(r"([\w-]+(?: et al\.| and [\w-]+)? \d{4}(?: \([^()]*\))?) \[(\w+)\]")
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None, "inf": math.inf}
 _WORDS |= {str(value): value for value in _WORDS.values()}
 WORDS = re.compile(r"(typing\.|Optional\[|Annotated\[)*(str|<class 'str'|Literal)")
@@ -139,16 +141,22 @@ def described(kind: str) -> dict[str, str]:
     return {n: f"forerun.{kind}.{n.replace('-', '_').replace('+', '_plus')}" for n in names}
 
 
-def _described(parts: Mapping[str, Any]) -> type[Any]:
-    """The one class of a module that has a summary of its own."""
-    own = [part for part in parts.values() if isinstance(part, type)]
-    [one] = [c for c in own if c.__module__ == parts["__name__"] and "summary" in vars(c)]
-    return one
+def summary_of(cls: type[Any]) -> str:
+    """One line on a method: its `summary`, or what its module says first, behind the name."""
+    first = (sys.modules[cls.__module__].__doc__ or "").partition("\n\n")[0]
+    line = " ".join(first.split()).rpartition("`: ")[2]
+    return str(getattr(cls, "summary", "") or line.removesuffix("."))
+
+
+def papers_of(cls: type[Any]) -> dict[str, str]:
+    """The papers behind a method: what its docstring says before each key of `citations.bib`."""
+    cited = _CITED.findall(" ".join((cls.__doc__ or "").split()))
+    return {key: paper for paper, key in cited}
 
 
 class Registry:
     """Lazy table from names to dataclasses, e.g. all controllers. An entry is ``module:Class``, or
-    a module in which one class has a `summary`."""
+    a module whose last class of the kind it is."""
 
     def __init__(
         self, kind: str, group: str, entries: Mapping[str, str], base: type[Any] | None = None
@@ -175,9 +183,13 @@ class Registry:
         if name in self._entries:
             module, _, attribute = self._entries[name].partition(":")
             parts = vars(importlib.import_module(module))
-            return parts[attribute] if attribute else _described(parts)
+            return parts[attribute] if attribute else self._last(parts)
         assert self._plugins is not None
         return self._plugins[name].load()
+
+    def _last(self, parts: Mapping[str, Any]) -> type[Any]:
+        own = [c for c in parts.values() if getattr(c, "__module__", "") == parts["__name__"]]
+        return [c for c in own if isinstance(c, type) and issubclass(c, self._base or object)][-1]
 
     def make(self, spec: Any) -> Any:
         """Build from text, a `Spec`, or pass an instance through.

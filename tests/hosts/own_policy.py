@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from forerun.controllers.base import LengthPolicy
 from forerun.controllers.elementwise import where
@@ -26,10 +26,6 @@ class Alternating(LengthPolicy):
         one: tokens of the first round, ≥ 0.
         other: of the second.
     """
-
-    summary: ClassVar[str] = "two lengths in turn"
-    paper: ClassVar[str] = ""
-    bibtex: ClassVar[str] = ""
 
     one: int = 4
     other: int = 1

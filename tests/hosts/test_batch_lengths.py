@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +20,6 @@ from forerun.hosts.vllm_requests import CONTROLLER, RULE, differs, refusal, unsu
 @dataclass(frozen=True)
 class Failing(LengthPolicy):
     """A policy of somebody's that breaks after a few rounds."""
-
-    summary: ClassVar[str] = "breaks"
-    paper: ClassVar[str] = ""
-    bibtex: ClassVar[str] = ""
 
     def limit(self, state: Any) -> int:
         return 4 // (3 - len(state))

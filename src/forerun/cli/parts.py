@@ -18,7 +18,7 @@ from rich.text import Text
 from forerun.cli.shared import options
 from forerun.cli.shared.console import stdout, table
 from forerun.errors import SettingError, UnknownNameError
-from forerun.registry import Registry, Spec, parse
+from forerun.registry import Registry, Spec, papers_of, parse, summary_of
 from forerun.zoo import card as model_card
 
 app = options.group("The models that ship: the model card.")
@@ -57,11 +57,11 @@ class Card:
 
     @property
     def summary(self) -> str:
-        return str(getattr(self.cls, "summary", ""))
+        return summary_of(self.cls)
 
     @property
     def paper(self) -> str:
-        return str(getattr(self.cls, "paper", ""))
+        return "; ".join(papers_of(self.cls).values())
 
     @property
     def lossless(self) -> bool | None:
@@ -98,7 +98,7 @@ class Card:
     @property
     def bibtex(self) -> str:
         own = str(getattr(self.cls, "bibtex", ""))
-        return own if "@" in own else "\n".join(BIBTEX[key] for key in own.split())
+        return own or "\n".join(BIBTEX[key] for key in papers_of(self.cls) if key in BIBTEX)
 
 
 def _literal(value: Any) -> str:

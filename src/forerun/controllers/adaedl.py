@@ -1,4 +1,4 @@
-"""`adaedl`: stop drafting by an entropy bound, held to a wanted acceptance rate."""
+"""`adaedl`: stop by an entropy bound, adapted to a wanted acceptance rate."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -33,8 +33,8 @@ class AdaEDL(Threshold):
             token is drafted, which is `keep=False`; but a round may then draft nothing, `n/d` has
             no value and a λ that is too high never falls. So the default True is ours.
 
-    Reference: Agrawal et al. 2024, §3 and Algorithm 1; α, β₁, β₂ and ε, and the form of the
-    update, are those of Draft & Verify (Zhang et al. 2023).
+    Reference: Agrawal et al. 2024 (AdaEDL) [adaedl2024], §3 and Algorithm 1; α, β₁, β₂ and ε, and
+    the form of the update, are those of Zhang et al. 2023 (Draft & Verify) [zhang2023].
     """
 
     threshold: Share = 0.6
@@ -46,9 +46,6 @@ class AdaEDL(Threshold):
     length: Whole = 20
     keep: bool = True
 
-    summary: ClassVar[str] = "stop by an entropy bound, adapted to a wanted acceptance rate"
-    paper: ClassVar[str] = "Agrawal et al. 2024 (AdaEDL)"
-    bibtex: ClassVar[str] = "adaedl2024 zhang2023"
     signal: ClassVar[str] = "entropy"
 
     def start(self, certain: bool = True, before: Any = None) -> AdaEDLState:

@@ -1,4 +1,4 @@
-"""`bandit`: try a few lengths, then play the one that pays best."""
+"""`bandit`: a bandit (UCB or Thompson) over a few fixed lengths."""
 
 import math
 from dataclasses import dataclass
@@ -41,7 +41,8 @@ class Bandit(LengthPolicy):
             0.25 is ours: in simulations the least that recovers from an unlucky first play.
         seed: of the `"thompson"` draws, ≥ 0.
 
-    Reference: Hou et al. 2025, "BanditSpec", Algorithm 4 and §6.2; Sridhar et al. 2025, "TapOut".
+    Reference: Hou et al. 2025 (BanditSpec) [banditspec2025], Algorithm 4 and §6.2; Sridhar et al.
+    2025 (TapOut) [tapout2025].
     """
 
     policy: Literal["ucb", "thompson"] = "ucb"
@@ -52,10 +53,7 @@ class Bandit(LengthPolicy):
     explore: Annotated[float, Within(0, 1000)] = 0.25
     seed: Whole = 0
 
-    summary: ClassVar[str] = "a bandit (UCB or Thompson) over a few fixed lengths"
-    paper: ClassVar[str] = "Hou et al. 2025 (BanditSpec); Sridhar et al. 2025 (TapOut)"
     rising: ClassVar[tuple[str, ...]] = ("low", "high")
-    bibtex: ClassVar[str] = "banditspec2025 tapout2025"
 
     @cached_property
     def arms(self) -> tuple[int, ...]:

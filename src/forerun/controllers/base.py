@@ -24,11 +24,6 @@ class Controller:
     """What a request names: a length policy, whose own word is then taken, or a governor
     (`forerun.governors`) with the forecasts of one."""
 
-    summary: ClassVar[str]  # one line for lists: what it does
-    paper: ClassVar[str] = ""
-    """Short citation, e.g. "Gautam et al. 2025 (GammaTune)"; empty if there is none."""
-    bibtex: ClassVar[str] = ""
-    """BibTeX entries, or their keys in `citations.bib`."""
     tree: int = 0
     """Most nodes of a tree, what it drafts among them, that a drafter which can grows in the same
     steps and the target judges in the same pass; 0: drafts are chains."""

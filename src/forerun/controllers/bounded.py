@@ -1,4 +1,4 @@
-"""`bounded`: another controller's length, clipped."""
+"""`bounded`: another policy's length, clipped to a range."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -27,8 +27,6 @@ class Bounded(Wrapper):
     low: Whole = 0
     high: Whole | None = None
     rising: ClassVar[tuple[str, ...]] = ("low", "high")
-
-    summary: ClassVar[str] = "another policy's length, clipped to a range"
 
     def limit(self, state: Any) -> int:
         limit = self.inner.limit(state)

@@ -1,7 +1,7 @@
-"""`calibrated`: acceptance forecast from probabilities that are calibrated to it online."""
+"""`calibrated`: stop when a rejection is likely, by probabilities calibrated online."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -54,8 +54,8 @@ class Calibrated(Forecaster):
         window: rounds over which what was seen fades, ≥ 1 (vLLM fits to the last 100 steps).
         threshold: for its own word, in [0, 1]; see `survival`.
 
-    Reference: `OnlineAcceptanceEstimator` in vLLM (`p̂`, from its "adaptive verification"); Cheng et
-    al. 2026, "DSpark", §3.2 (survival).
+    Reference: `OnlineAcceptanceEstimator` in vLLM 2026 [vllm2026] (`p̂`, from its "adaptive
+    verification"); Cheng et al. 2026 (DSpark) [dspark2026], §3.2 (survival).
     """
 
     high: Count = 20
@@ -63,10 +63,6 @@ class Calibrated(Forecaster):
     damping: Annotated[float, Within(0, 1e9, above=True)] = 50
     window: Annotated[float, Within(1, 1e9)] = 100
     threshold: Share = 0.4
-
-    summary: ClassVar[str] = "stop when a rejection is likely, by probabilities calibrated online"
-    paper: ClassVar[str] = "vLLM 2026; Cheng et al. 2026 (DSpark)"
-    bibtex: ClassVar[str] = "dspark2026"
 
     def signals(self, certain: bool) -> frozenset[str]:
         """The probability of the most likely token."""

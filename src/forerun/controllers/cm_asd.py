@@ -1,4 +1,4 @@
-"""`cm-asd`: draft as many tokens as the drafter's mean confidence suggests."""
+"""`cm-asd`: as many tokens as the drafter's mean confidence suggests."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -44,7 +44,7 @@ class CMASD(Confidence, LengthPolicy):
         variance: weight of `s² / (1 + s²)`, s² the variance of the logits, in [0, 1]; the paper
             names it besides the others, without a formula.
 
-    Reference: CM-ASD, §III.B (1) and (b).
+    Reference: Sen et al. 2025 (CM-ASD) [cmasd2025], §III.B (1) and (b).
     """
 
     alpha: Annotated[float, Within(0, above=True)] = 0.7
@@ -53,10 +53,6 @@ class CMASD(Confidence, LengthPolicy):
     two_pass: bool = False
     stops_early: ClassVar[bool] = True
     rising: ClassVar[tuple[str, ...]] = ("low", "high")
-
-    summary: ClassVar[str] = "as many tokens as the drafter's mean confidence suggests"
-    paper: ClassVar[str] = "Sen et al. 2025 (CM-ASD)"
-    bibtex: ClassVar[str] = "cmasd2025"
 
     def signals(self, certain: bool) -> frozenset[str]:
         return self.reads

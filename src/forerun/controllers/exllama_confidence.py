@@ -36,8 +36,8 @@ class ExLlamaConfidence(Persistent):
         high: the most tokens per round, ≥ 1 (`num_draft_tokens`, 4 in exllamav3).
         persistent: start from what the last request has counted, as exllamav3 does.
 
-    Reference: `DraftConfidenceCalibrator` in exllamav3 1.6.5, `generator/draft_confidence.py`
-    (turboderp-org).
+    Reference: turboderp 2026 (exllamav3) [exllamav3], `DraftConfidenceCalibrator` in version 1.6.5,
+    `generator/draft_confidence.py`.
     """
 
     confidence: Share = 0.4
@@ -47,9 +47,6 @@ class ExLlamaConfidence(Persistent):
     high: Count = 4
     persistent: bool = True
 
-    summary: ClassVar[str] = "stop when a rejection is likely, by bins of confidence counted online"
-    paper: ClassVar[str] = "turboderp 2026 (exllamav3)"
-    bibtex: ClassVar[str] = "exllamav3"
     stops_early: ClassVar[bool] = True
 
     def signals(self, certain: bool) -> frozenset[str]:

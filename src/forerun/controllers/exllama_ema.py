@@ -1,4 +1,4 @@
-"""`exllama-ema`: just above the moving average of accepted tokens, and rest where none are."""
+"""`exllama-ema`: just above the accepted tokens; rest where none are accepted."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -32,7 +32,8 @@ class ExLlamaEMA(LengthPolicy):
         probe_interval: rounds from one probe to the next, ≥ 1; 16 in exllamav3.
         high: the most tokens per round, ≥ 1 (`num_draft_tokens`, 4 in exllamav3).
 
-    Reference: `dynamic_draft_tokens` in exllamav3, `generator/generator.py` (turboderp-org).
+    Reference: turboderp 2026 (exllamav3) [exllamav3], `dynamic_draft_tokens` in
+    `generator/generator.py`.
     """
 
     length: Count = 4
@@ -43,10 +44,7 @@ class ExLlamaEMA(LengthPolicy):
     probe_interval: Count = 16
     high: Count = 4
 
-    summary: ClassVar[str] = "just above the accepted tokens; rest where none are accepted"
-    paper: ClassVar[str] = "turboderp 2026 (exllamav3)"
     rising: ClassVar[tuple[str, ...]] = ("length", "high")
-    bibtex: ClassVar[str] = "exllamav3"
 
     def start(self, certain: bool = True, before: Any = None) -> ExLlamaEMAState:
         # A start below `skip_ema` rests like any other average: the first probe is due later.

@@ -1,7 +1,6 @@
 """`fixed`: the same speculation length every round."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from forerun.checks import Whole
 from forerun.controllers.base import LengthPolicy, State
@@ -17,7 +16,7 @@ class FixedLength(LengthPolicy):
         tree: most nodes of a tree per round, the γ drafted ones among them, ≥ 0 (0: drafts are
             chains), of drafters that can be run along branches: a draft model and heads.
 
-    Reference: Leviathan et al. 2023; Chen et al. 2023.
+    Reference: Leviathan et al. 2023 [leviathan2023]; Chen et al. 2023 [chen2023].
 
     >>> controller = FixedLength(3)
     >>> controller.limit(controller.start())
@@ -26,10 +25,6 @@ class FixedLength(LengthPolicy):
 
     length: Whole = 5
     tree: Whole = 0
-
-    summary: ClassVar[str] = "the same speculation length every round"
-    paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
-    bibtex: ClassVar[str] = "leviathan2023 chen2023"
 
     def limit(self, state: State) -> int:
         return self.length

@@ -1,4 +1,4 @@
-"""`gammatune`: follow the number of accepted tokens by a moving average."""
+"""`gammatune`: moving average of accepted tokens, longer when all were accepted."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -87,9 +87,5 @@ class GammaTune(Window):
             (`num_assistant_tokens_schedule="heuristic"` in `transformers`, the paper's code base),
             instead of afresh. Requests with a seed that are sampled always start afresh.
 
-    Reference: Gautam et al. 2025, "Token-Driven GammaTune", §4.1 and Algorithm 1.
+    Reference: Gautam et al. 2025 (GammaTune) [gammatune2025], §4.1 and Algorithm 1.
     """
-
-    summary: ClassVar[str] = "moving average of accepted tokens, longer when all were accepted"
-    paper: ClassVar[str] = "Gautam et al. 2025 (GammaTune)"
-    bibtex: ClassVar[str] = "gammatune2025"

@@ -1,4 +1,4 @@
-"""`gammatune+`: `gammatune`, and stop drafting when the drafter becomes unsure."""
+"""`gammatune+`: gammatune, and stop when the drafter's top probability is low."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -30,15 +30,12 @@ class GammaTunePlus(Window, Threshold):
             `transformers` keeps it, and in the sweep keeping was better throughout. With
             `keep=False` a round may draft nothing.
 
-    Reference: Gautam et al. 2025, "Token-Driven GammaTune", §4.2.
+    Reference: Gautam et al. 2025 (GammaTune+) [gammatune2025], §4.2.
     """
 
     threshold: Share = 0.3
     keep: bool = True
 
-    summary: ClassVar[str] = "gammatune, and stop when the drafter's top probability is low"
-    paper: ClassVar[str] = "Gautam et al. 2025 (GammaTune+)"
-    bibtex: ClassVar[str] = "gammatune2025"
     signal: ClassVar[str] = "top1"
 
     def sure(self, state: GammaTuneState, signal: float) -> bool:

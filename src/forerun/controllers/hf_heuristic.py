@@ -1,4 +1,4 @@
-"""`hf-heuristic`: lengthen after a fully accepted draft, shorten after a rejection."""
+"""`hf-heuristic`: all accepted: γ + 2, otherwise γ − 1 (transformers' heuristic)."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -30,8 +30,8 @@ class HFHeuristic(Persistent):
             `transformers`), instead of afresh (`heuristic_transient`). Requests with a seed that
             are sampled always start afresh.
 
-    Reference: Gante 2023 (`transformers` assisted generation), the baseline "HFHeuristic" of
-    Gautam et al. 2025.
+    Reference: Gante 2023 (transformers) [gante2023], its assisted generation; the baseline
+    "HFHeuristic" of Gautam et al. 2025.
     """
 
     length: Count = 20
@@ -41,10 +41,7 @@ class HFHeuristic(Persistent):
     high: Count = 64
     persistent: bool = False
 
-    summary: ClassVar[str] = "all accepted: γ + 2, otherwise γ − 1 (transformers' heuristic)"
-    paper: ClassVar[str] = "Gante 2023 (transformers)"
     rising: ClassVar[tuple[str, ...]] = ("low", "length", "high")
-    bibtex: ClassVar[str] = "gante2023"
 
     def first(self) -> HFHeuristicState:
         return HFHeuristicState(self.length)

@@ -1,4 +1,4 @@
-"""`hf-threshold`: stop drafting when the drafter becomes unsure."""
+"""`hf-threshold`: stop when the drafted token's probability falls below a threshold."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -37,8 +37,9 @@ class HFThreshold(Persistent, Threshold):
         persistent: whether a request starts from the threshold and samples of the one that ended
             last, instead of afresh. Requests with a seed that are sampled always start afresh.
 
-    Reference: `ConfidenceCriteria` and `AssistedCandidateGenerator` in `transformers`; Mamou et
-    al. 2024; the baseline "Assistant-Threshold" of Gautam et al. 2025.
+    Reference: Mamou et al. 2024 [mamou2024]; Gante 2023 (transformers) [gante2023], its
+    `ConfidenceCriteria` and `AssistedCandidateGenerator`; the baseline "Assistant-Threshold" of
+    Gautam et al. 2025.
     """
 
     threshold: Share = 0.4
@@ -47,9 +48,6 @@ class HFThreshold(Persistent, Threshold):
     history: Annotated[int, Within(MORE_SAMPLES_THAN + 1)] = 512
     persistent: bool = False
 
-    summary: ClassVar[str] = "stop when the drafted token's probability falls below a threshold"
-    paper: ClassVar[str] = "Mamou et al. 2024; Gante 2023 (transformers)"
-    bibtex: ClassVar[str] = "mamou2024 gante2023"
     signal: ClassVar[str] = "chosen"
 
     def first(self) -> HFThresholdState:

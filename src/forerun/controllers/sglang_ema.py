@@ -1,8 +1,8 @@
-"""`sglang-ema`: one step beyond the moving average of accepted tokens, in tiers."""
+"""`sglang-ema`: one step beyond the accepted tokens, in tiers, changed slowly."""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from forerun.checks import Count, Whole, Within
 from forerun.controllers.base import LengthPolicy
@@ -38,7 +38,8 @@ class SGLangEMA(LengthPolicy):
         down_hysteresis: down, tokens added to the threshold to go down, in [−10, 10]; −0.25 in
             SGLang.
 
-    Reference: `AdaptiveStepSlot` in SGLang, `speculative/adaptive_spec_params.py`.
+    Reference: SGLang 2026 (adaptive speculative decoding) [sglang2026], `AdaptiveStepSlot` in
+    `speculative/adaptive_spec_params.py`.
     """
 
     length: Whole = 5
@@ -48,10 +49,6 @@ class SGLangEMA(LengthPolicy):
     warmup_batches: Whole = 10
     up_hysteresis: Annotated[float, Within(-10, 10)] = 0.0
     down_hysteresis: Annotated[float, Within(-10, 10)] = -0.25
-
-    summary: ClassVar[str] = "one step beyond the accepted tokens, in tiers, changed slowly"
-    paper: ClassVar[str] = "SGLang 2026 (adaptive speculative decoding)"
-    bibtex: ClassVar[str] = "sglang2026"
 
     def __post_init__(self) -> None:
         super().__post_init__()

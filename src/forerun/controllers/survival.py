@@ -1,7 +1,7 @@
-"""`survival`: how likely drafted tokens, and the next one, are to be kept."""
+"""`survival`: stop when a rejection is likely, by confidence and what was kept."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from forerun.checks import Share, Whole, Within
 from forerun.controllers.base import Chance, Forecaster, Outlook, mechanism
@@ -55,17 +55,13 @@ class Survival(Forecaster):
         weight: of a constant of 0, in `Σ w`, `w` the variance of a judged token's chance, > 0.
         carried: share of what a request learned that the next one starts from, in [0, 1].
 
-    Reference: ours; the stopping rule is that of Huang et al. 2024, SpecDec++.
+    Reference: ours; the stopping rule is that of Huang et al. 2024 (SpecDec++) [specdecpp2024].
     """
 
     threshold: Share = 0.4
     length: Whole = 24
     weight: Annotated[float, Within(0, 1e9)] = mechanism(4.0, off=1e9)
     carried: Annotated[float, Within(0)] = mechanism(0.5, off=0.0)
-
-    summary: ClassVar[str] = "stop when a rejection is likely, by confidence and what was kept"
-    paper: ClassVar[str] = "Huang et al. 2024 (SpecDec++)"
-    bibtex: ClassVar[str] = "specdecpp2024"
 
     def signals(self, certain: bool) -> frozenset[str]:
         """The margin, and by coins the probability of the drafted token."""

@@ -1,4 +1,4 @@
-"""`svip`: stop drafting when the draft distribution is too uncertain."""
+"""`svip`: stop when the entropy of the draft distribution is high."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -20,8 +20,8 @@ class SVIP(Threshold):
         keep: whether the token at which the draft stopped stays in it, as it does in the authors'
             code. With `keep=False` a round may draft nothing.
 
-    Reference: Zhang et al. 2024, "Draft Model Knows When to Stop"; `vanilla-sd/eval_specbench.py`
-    in the authors' repository (Geralt-Targaryen/SVIP).
+    Reference: Zhang et al. 2024 (SVIP) [svip2024]; `vanilla-sd/eval_specbench.py` in the authors'
+    repository (Geralt-Targaryen/SVIP).
 
     >>> [SVIP().sure((), entropy) for entropy in (0.59, 0.61)]
     [True, False]
@@ -32,9 +32,6 @@ class SVIP(Threshold):
     length: Whole = 40
     keep: bool = True
 
-    summary: ClassVar[str] = "stop when the entropy of the draft distribution is high"
-    paper: ClassVar[str] = "Zhang et al. 2024 (SVIP)"
-    bibtex: ClassVar[str] = "svip2024"
     signal: ClassVar[str] = "entropy"
 
     def limit(self, state: State) -> int:

@@ -1,4 +1,4 @@
-"""The target's middle layers say sure tokens; their other layers are run later, together."""
+"""`adadecode`: the target's middle layers say sure tokens; their rest is run later."""
 
 from dataclasses import dataclass
 from math import inf
@@ -26,15 +26,11 @@ class AdaDecode(DrafterSpec):
             own norm and unembedding. None: the folder `exits` in the target's own, as the shipped
             target has one.
 
-    Reference: Wei et al. 2025, AdaDecode: Accelerating LLM Decoding with Adaptive Layer
-    Parallelism, section 3. We had its abstract and detailed summaries, not its full text: these
-    give the rule, γ, the cap, the layers and the training.
+    Reference: Wei et al. 2025 (AdaDecode) [adadecode2025], section 3. We had its abstract and
+    detailed summaries, not its full text: these give the rule, γ, the cap, the layers and the
+    training.
     """
 
-    kind: ClassVar[str] = "adadecode"
-    summary: ClassVar[str] = "the target's middle layers say sure tokens; their rest is run later"
-    paper: ClassVar[str] = "Wei et al. 2025 (AdaDecode)"
-    bibtex: ClassVar[str] = "adadecode2025"
     on_torch: ClassVar[bool] = True
     threshold: Annotated[float, Within(0, inf)] = 0.75
     most: Count = 5

@@ -289,13 +289,13 @@ class DrafterSpec(ABC):
     """The settings of a drafter: a frozen dataclass, built before any model is loaded; its
     annotations say what they may be (`checks.check`)."""
 
-    kind: ClassVar[str] = "drafter"  # its name, in messages
-    summary: ClassVar[str]
-    paper: ClassVar[str] = ""
-    bibtex: ClassVar[str] = ""
-    """BibTeX entries, or their keys in `citations.bib`."""
     on_torch: ClassVar[bool] = False
     """Whether it reads the target from within, and so runs on torch unless told otherwise."""
+
+    @property
+    def kind(self) -> str:
+        """Its name in messages and of its folder: that of its module."""
+        return type(self).__module__.rpartition(".")[2]
 
     def __post_init__(self) -> None:
         check(self, self.kind)

@@ -1,10 +1,10 @@
-"""A shallow decoder proposes a whole block in one pass."""
+"""`block`: a shallow decoder proposes a block in one pass; made by train-draft."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -82,14 +82,9 @@ class BlockDraft(TrainedDraft):
             the folder `block` in the target's own, as the shipped translator has it.
         width: tokens proposed at most, ≥ 1; None: as many as it was trained for.
 
-    Reference: Xia et al. 2023, Speculative Decoding: Exploiting Speculative Execution for
-    Accelerating Seq2seq Generation (SpecDec); CM-ASD drafts so, too.
+    Reference: Xia et al. 2023 (SpecDec) [specdec2023]; Sen et al. 2025 (CM-ASD) [cmasd2025] draft
+    so, too.
     """
-
-    summary: ClassVar[str] = "a shallow decoder proposes a block in one pass; made by train-draft"
-    paper: ClassVar[str] = "Xia et al. 2023 (SpecDec); CM-ASD"
-    bibtex: ClassVar[str] = "specdec2023 cmasd2025"
-    kind: ClassVar[str] = "block"
 
     width: Count | None = None
 

@@ -1,4 +1,4 @@
-"""Two drafters in a row: one without a model where it is sure enough, another elsewhere."""
+"""`chain`: one without a model where it is sure, else another: FIRST+THEN."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import inf
 from operator import mul
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from forerun.checks import Named, Within
 from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Proposal, StepContext, Texts
@@ -100,9 +100,6 @@ class Chain(DrafterSpec):
 
     Reference: ours.
     """
-
-    kind: ClassVar[str] = "chain"
-    summary: ClassVar[str] = "one without a model where it is sure, else another: FIRST+THEN"
 
     first: Annotated[DrafterSpec, Named("a drafter, like suffix")]
     then: Annotated[DrafterSpec, Named("a drafter, like suffix")]

@@ -1,11 +1,11 @@
-"""A layer of its own, on the target's hidden states, drafts."""
+"""`eagle`: a layer on the target's hidden states drafts; made by train-draft."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -215,14 +215,8 @@ class Eagle(TrainedDraft):
             `eagle` in the target's own, or what ships for it (SmolLM2-135M-Instruct, in whatever
             precision).
 
-    Reference: Li et al. 2025, EAGLE-3: Scaling up Inference Acceleration of Large Language Models
-    via Training-Time Test, section 3.
+    Reference: Li et al. 2025 (EAGLE-3) [eagle32025], section 3.
     """
-
-    summary: ClassVar[str] = "a layer on the target's hidden states drafts; made by train-draft"
-    paper: ClassVar[str] = "Li et al. 2025 (EAGLE-3)"
-    bibtex: ClassVar[str] = "eagle32025"
-    kind: ClassVar[str] = KIND
 
     def depths(self, target: str | Path) -> tuple[int, ...]:
         folder = self.path or known_head(target)

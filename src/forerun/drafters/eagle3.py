@@ -1,7 +1,7 @@
-"""A published EAGLE-3 head drafts, on the target's hidden states."""
+"""`eagle3`: a published EAGLE-3 head (speculators, or its authors' layout) drafts."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from forerun.drafters.base import Drafter, TrainedDraft
 from forerun.drafters.eagle import EagleDrafter
@@ -18,14 +18,8 @@ class Eagle3(TrainedDraft):
         path: a folder of `speculators`, or of the authors' layout, trained for this target. None:
             the folder `eagle3` in the target's own.
 
-    Reference: Li et al. 2025, EAGLE-3: Scaling up Inference Acceleration of Large Language Models
-    via Training-Time Test, section 3; `Eagle3DraftModel` in speculators.
+    Reference: Li et al. 2025 (EAGLE-3) [eagle32025], section 3; `Eagle3DraftModel` in speculators.
     """
-
-    summary: ClassVar[str] = "a published EAGLE-3 head (speculators, or its authors' layout) drafts"
-    paper: ClassVar[str] = "Li et al. 2025 (EAGLE-3)"
-    bibtex: ClassVar[str] = "eagle32025"
-    kind: ClassVar[str] = "eagle3"
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         check_decoder_only(target, self.kind)

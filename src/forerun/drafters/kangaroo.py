@@ -1,4 +1,4 @@
-"""A shallow exit of the target drafts, through an adapter that was trained for it."""
+"""`kangaroo`: a shallow exit and a trained adapter draft; double early exit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -71,16 +71,11 @@ class Kangaroo(TrainedDraft):
         keep: whether the token that is unsure stays in the draft; false ends it before that one,
             which costs its draft step for nothing but saves verifying it.
 
-    Reference: Liu et al. 2024, Kangaroo: Lossless Self-Speculative Decoding via Double Early
-    Exiting, sections 3.1 and 3.2, and the authors' code, in which the unsure token stays in the
-    draft (`keep`).
+    Reference: Liu et al. 2024 (Kangaroo) [kangaroo2024], sections 3.1 and 3.2, and the authors'
+    code, in which the unsure token stays in the draft (`keep`).
     """
 
-    summary: ClassVar[str] = "a shallow exit and a trained adapter draft; double early exit"
-    paper: ClassVar[str] = "Liu et al. 2024 (Kangaroo)"
-    bibtex: ClassVar[str] = "kangaroo2024"
     on_torch: ClassVar[bool] = True
-    kind: ClassVar[str] = KANGAROO
 
     threshold: Share = 0.6
     most: Count = 6

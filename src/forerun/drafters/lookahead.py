@@ -1,8 +1,8 @@
-"""Drafting from what the target itself said of places it has not come to yet."""
+"""`lookahead`: n-grams of what the target guessed in its own passes; no model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from forerun.checks import Count, Within
 from forerun.drafters.base import Drafter, DrafterSpec, Prompts
@@ -99,14 +99,8 @@ class Lookahead(DrafterSpec):
         fill: whether a place that nothing is known of begins with some token of the text, as the
             window does in the paper; without, nothing is guessed until an n-gram was drafted.
 
-    Reference: Fu et al. 2024, Break the Sequential Dependency of LLM Inference Using Lookahead
-    Decoding; Jacobi decoding: Santilli et al. 2023.
+    Reference: Fu et al. 2024 (Lookahead) [lookahead2024]; Jacobi decoding: Santilli et al. 2023.
     """
-
-    kind: ClassVar[str] = "lookahead"
-    summary: ClassVar[str] = "n-grams of what the target guessed in its own passes; no model"
-    paper: ClassVar[str] = "Fu et al. 2024 (Lookahead)"
-    bibtex: ClassVar[str] = "lookahead2024"
 
     width: Count = 8
     n: Annotated[int, Within(2)] = 4

@@ -1,4 +1,4 @@
-"""Drafting from the text itself."""
+"""`lookup`: continue the longest earlier match of the last tokens; no model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,13 +41,8 @@ class Lookup(DrafterSpec):
         n: longest suffix to match, in tokens, ≥ 1 (Saxena 2023 and transformers use 3 and 2).
         least: shortest suffix to match, 1 ≤ least ≤ n. 1 drafts more and is wrong more often.
 
-    Reference: Saxena 2023, Prompt Lookup Decoding.
+    Reference: Saxena 2023 (prompt lookup decoding) [saxena2023].
     """
-
-    kind: ClassVar[str] = "lookup"
-    summary: ClassVar[str] = "continue the longest earlier match of the last tokens; no model"
-    paper: ClassVar[str] = "Saxena 2023 (prompt lookup decoding)"
-    bibtex: ClassVar[str] = "saxena2023"
 
     n: Count = 3
     least: Count = 2

@@ -1,4 +1,4 @@
-"""Heads on the target's last hidden state draft."""
+"""`medusa`: heads on the target's last hidden state draft; made by train-draft."""
 
 from __future__ import annotations
 
@@ -71,15 +71,10 @@ class Medusa(TrainedDraft):
         heads: how many are asked at most, ≥ 1; None: all (the paper trains 5, and so do we unless
             told otherwise).
 
-    Reference: Cai et al. 2024, Medusa: Simple LLM Inference Acceleration Framework with Multiple
-    Decoding Heads.
+    Reference: Cai et al. 2024 (Medusa) [medusa2024].
     """
 
-    summary: ClassVar[str] = "heads on the target's last hidden state draft; made by train-draft"
-    paper: ClassVar[str] = "Cai et al. 2024 (Medusa)"
-    bibtex: ClassVar[str] = "medusa2024"
     on_torch: ClassVar[bool] = True
-    kind: ClassVar[str] = MEDUSA
 
     heads: Count | None = None
 

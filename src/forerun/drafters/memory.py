@@ -1,4 +1,4 @@
-"""Drafting from what the target wrote before: n-grams of other texts, and of this one."""
+"""`memory`: continue as this text or earlier ones most often did; no model."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from filelock import FileLock
 
@@ -112,9 +112,6 @@ class MemoryDraft(DrafterSpec):
     Reference: ours. Pruning of tables: Stolcke 1998, Entropy-based Pruning of Backoff Language
     Models.
     """
-
-    kind: ClassVar[str] = "memory"
-    summary: ClassVar[str] = "continue as this text or earlier ones most often did; no model"
 
     table: Annotated[str, Named("a file of forerun build-memory, or none")] | None = None
     grow: bool = False

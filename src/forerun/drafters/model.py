@@ -1,11 +1,11 @@
-"""A smaller model drafts."""
+"""`model`: a smaller model drafts."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -103,15 +103,10 @@ class ModelDraft(DrafterSpec):
             read them, and at least half of the draft's must be the target's, too.
         runtime: what runs it; that of the target.
 
-    Reference: Leviathan et al. 2023; Chen et al. 2023. Other tokenizers: Timor et al. 2025,
-    Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
-    Vocabularies, Algorithms 2 and 4.
+    Reference: Leviathan et al. 2023 [leviathan2023]; Chen et al. 2023 [chen2023]. Other tokenizers:
+    Timor et al. 2025, Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
+    Heterogeneous Vocabularies, Algorithms 2 and 4.
     """
-
-    kind: ClassVar[str] = "model"
-    summary: ClassVar[str] = "a smaller model drafts"
-    paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
-    bibtex: ClassVar[str] = "leviathan2023 chen2023"
 
     path: Annotated[str, Named("a folder or a Hugging Face id")]
     trust_remote_code: bool = False

@@ -1,4 +1,4 @@
-"""The target's own layer for multi-token prediction drafts."""
+"""`mtp`: a layer that the target's own checkpoint brings for it drafts (MTP)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,13 +16,10 @@ from forerun.runtime.support import model_on_torch
 class MTP(DrafterSpec):
     """A layer that the target's checkpoint brings for it drafts token by token; nothing to train.
 
-    Reference: DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 2.2; `MtpModel` in
+    Reference: DeepSeek-AI 2024 (DeepSeek-V3) [deepseekv32024], section 2.2; `MtpModel` in
     transformers.
     """
 
-    summary: ClassVar[str] = "a layer that the target's own checkpoint brings for it drafts (MTP)"
-    paper: ClassVar[str] = "DeepSeek-AI 2024 (DeepSeek-V3)"
-    bibtex: ClassVar[str] = "deepseekv32024"
     on_torch: ClassVar[bool] = True
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:

@@ -1,8 +1,8 @@
-"""No drafter."""
+"""`none`: plain decoding: the target alone, through the same engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from forerun.drafters.base import Drafter, DrafterSpec, Proposal, StepContext, Texts
 
@@ -17,8 +17,6 @@ class NullDrafter(Drafter):
 @dataclass(frozen=True)
 class NoDraft(DrafterSpec):
     """Plain decoding through the same engine."""
-
-    summary: ClassVar[str] = "plain decoding: the target alone, through the same engine"
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
         return NullDrafter()

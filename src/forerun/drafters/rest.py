@@ -1,4 +1,4 @@
-"""Drafting from a datastore of texts."""
+"""`rest`: continue as a datastore of texts most often does; no model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,13 +48,8 @@ class REST(DrafterSpec):
         least: shortest, ≥ 1 (ours).
         most: occurrences that are counted, evenly spaced among all, ≥ 1 (ours).
 
-    Reference: He et al. 2024, REST: Retrieval-Based Speculative Decoding.
+    Reference: He et al. 2024 (REST) [rest2024].
     """
-
-    kind: ClassVar[str] = "rest"
-    summary: ClassVar[str] = "continue as a datastore of texts most often does; no model"
-    paper: ClassVar[str] = "He et al. 2024 (REST)"
-    bibtex: ClassVar[str] = "rest2024"
 
     datastore: Annotated[str, Named("the file of a datastore")]
     n: Count = 16

@@ -1,7 +1,7 @@
-"""A shallow decoder on the target's own encoder drafts."""
+"""`shared`: a shallow decoder on the target's encoder drafts; made by train-draft."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from forerun.drafters.base import Drafter, TrainedDraft
 from forerun.drafters.model import ModelDrafter
@@ -17,14 +17,9 @@ class SharedDraft(TrainedDraft):
         path: a folder of `forerun train-draft shared`, trained for this target. None:
             the folder `shared` in the target's own, as the shipped translator has it.
 
-    Reference: after the shared encoders of distil-Whisper (Gandhi et al. 2023) and the reduced
-    decoder of CM-ASD's drafter.
+    Reference: after the reduced decoder of the drafter of Sen et al. 2025 (CM-ASD) [cmasd2025] and
+    the shared encoders of Gandhi et al. 2023 (distil-Whisper) [gandhi2023].
     """
-
-    summary: ClassVar[str] = "a shallow decoder on the target's encoder drafts; made by train-draft"
-    paper: ClassVar[str] = "CM-ASD; Gandhi et al. 2023 (distil-Whisper)"
-    bibtex: ClassVar[str] = "cmasd2025"
-    kind: ClassVar[str] = "shared"
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         made, _ = load_graft(model_of(target, self.kind), self.folder(target), self.kind)

@@ -1,4 +1,4 @@
-"""The target drafts for itself: early exits under an annealed threshold, bounded and cached."""
+"""`specbound`: the target's shallow layers draft: early exits, bounded and cached."""
 
 from __future__ import annotations
 
@@ -133,16 +133,12 @@ class SpecBound(DrafterSpec):
             round does without. Else yes. A difficult token is decoded in any case, and so is the
             last one of a draft that the length controller ends.
 
-    Reference: Wen and Feng 2026, SpecBound: Adaptive Bounded Self-Speculation with Layer-wise
-    Confidence Calibration, sections 2.2 and 2.3. Eqs. 1, 3, 4 and 5 and the values of
-    τ, a, D and W are blank in the text we have; eq. 1 is reconstructed from what it says of it.
+    Reference: Wen and Feng 2026 (SpecBound) [specbound2026], sections 2.2 and 2.3. Eqs. 1, 3, 4 and
+    5 and the values of τ, a, D and W are blank in the text we have; eq. 1 is reconstructed from
+    what it says of it.
     """
 
-    kind: ClassVar[str] = "specbound"
     on_torch: ClassVar[bool] = True
-    summary: ClassVar[str] = "the target's shallow layers draft: early exits, bounded and cached"
-    paper: ClassVar[str] = "Wen and Feng 2026 (SpecBound)"
-    bibtex: ClassVar[str] = "specbound2026"
     threshold: Annotated[float, Within(0, inf)] | None = None
     anneal: Annotated[float, Within(0, 1e6)] | None = None
     depth: Count | None = None

@@ -1,8 +1,8 @@
-"""Drafting from counts of what followed the text's last tokens before."""
+"""`suffix`: continue as this text most often did, and say how surely; no model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from forerun.checks import Count, Share
 from forerun.drafters.base import Drafter, DrafterSpec
@@ -129,13 +129,8 @@ class Suffix(DrafterSpec):
         least: a draft ends before the probability that all of it is kept falls below this, in
             [0, 1] (ours).
 
-    Reference: Oliaro et al. 2025, SuffixDecoding.
+    Reference: Oliaro et al. 2025 (SuffixDecoding) [suffix2025].
     """
-
-    kind: ClassVar[str] = "suffix"
-    summary: ClassVar[str] = "continue as this text most often did, and say how surely; no model"
-    paper: ClassVar[str] = "Oliaro et al. 2025 (SuffixDecoding)"
-    bibtex: ClassVar[str] = "suffix2025"
 
     n: Count = 16
     least: Share = 0.05

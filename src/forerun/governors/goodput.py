@@ -1,10 +1,10 @@
-"""`goodput`: draft on while expected tokens per time rise."""
+"""`goodput`: draft on while expected tokens per time rise, calibrated online."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from forerun.checks import Count
 from forerun.controllers.base import Chance
@@ -25,16 +25,12 @@ class Goodput(Governor):
             (0.02 if `cost` is given, ours).
         high: the most tokens per round, ≥ 1 (ours).
 
-    Reference: Liu et al. 2024, "TurboSpec" (goodput as the objective); Cheng et al. 2026, "DSpark",
-    Algorithm 1 (cost table, stop at the first that gains nothing).
+    Reference: Liu et al. 2024 (TurboSpec) [turbospec2024] (goodput as the objective); Cheng et al.
+    2026 (DSpark) [dspark2026], Algorithm 1 (cost table, stop at the first that gains nothing).
     """
 
     policy: Policy = field(default_factory=Calibrated)
     high: Count = 20
-
-    summary: ClassVar[str] = "draft on while expected tokens per time rise, calibrated online"
-    paper: ClassVar[str] = "Liu et al. 2024 (TurboSpec); Cheng et al. 2026 (DSpark)"
-    bibtex: ClassVar[str] = "turbospec2024 dspark2026"
 
     def open(self, pace: Any, costs: Costs, seats: Sequence[Seat], rows: int, paid: int) -> _Rising:
         """Every row may draft, up to `high`."""

@@ -1,4 +1,4 @@
-"""`auto`: draft on while the next token is worth more than its time, within a budget of losses."""
+"""`auto`: draft on while the next token is worth more than its time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import gt
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from forerun.checks import Whole
 from forerun.controllers.base import Chance, mechanism
@@ -77,8 +77,6 @@ class Renewal(Governor):
     carried: float = mechanism(0.5, off=0.0)
     leaves: Whole = 0
     tree: Whole = 0
-
-    summary: ClassVar[str] = "draft on while the next token is worth more than its time"
 
     @property
     def signals(self) -> frozenset[str]:  # type: ignore[override]

@@ -46,10 +46,6 @@ class AcceptanceRule(ABC):
     token would come from such logits of the target has failed (`Verdict.failed`).
     """
 
-    summary: ClassVar[str]  # one line for lists: what it does
-    paper: ClassVar[str] = ""  # short citation; empty if there is none
-    bibtex: ClassVar[str] = ""
-    """BibTeX entries, or their keys in `citations.bib`."""
     lossless: ClassVar[bool] = False
     """Whether the output has exactly the target's distribution, whatever the draft."""
     matches_greedy: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""`block`: judge the draft as a whole; lossless, and never accepts fewer than `standard`."""
+"""`block`: judge the draft as a whole; accepts no fewer than standard."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,12 +13,9 @@ from forerun.types import Array, Draft, Target, Verdict
 class Block(AcceptanceRule):
     """Block verification: the longest prefix that the joint probabilities allow.
 
-    Reference: Sun et al. 2024, Block Verification Accelerates Speculative Decoding, Algorithm 2.
+    Reference: Sun et al. 2024 (block verification) [block2024], Algorithm 2.
     """
 
-    summary: ClassVar[str] = "judge the draft as a whole; accepts no fewer than standard"
-    paper: ClassVar[str] = "Sun et al. 2024 (block verification)"
-    bibtex: ClassVar[str] = "block2024"
     lossless: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
 

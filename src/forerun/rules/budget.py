@@ -1,7 +1,6 @@
-"""`budget`: another rule, for as long as its drift stays within a budget."""
+"""`budget`: another rule, while its mean drift stays within a budget."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from forerun.checks import Share
 from forerun.rules.base import WrappedRule
@@ -23,8 +22,6 @@ class Budget(WrappedRule):
     """
 
     drift: Share = 0.01
-
-    summary: ClassVar[str] = "another rule, while its mean drift stays within a budget"
 
     def weigh(self, odds: Odds) -> Weighed:
         """The inner rule's opinion where the budget allows it, `standard`'s elsewhere."""

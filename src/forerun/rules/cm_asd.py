@@ -1,7 +1,7 @@
-"""`cm-asd`: keep near-best tokens, by a margin that moves with the drafter's confidence."""
+"""`cm-asd`: keep near-best tokens, by a margin that follows the confidence."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from forerun.arrays import cast
 from forerun.checks import Within
@@ -31,17 +31,13 @@ class CMASDRule(Confidence, PositionRule):
         variance: weight of `s² / (1 + s²)`, s² the variance of the logits, in [0, 1]; the paper
             names it besides the others, without a formula.
 
-    Reference: CM-ASD, §III.B (c).
+    Reference: Sen et al. 2025 (CM-ASD) [cmasd2025], §III.B (c).
     """
 
     mode: Literal["prose", "formula"] = "prose"
     top: Annotated[int, Within(1)] = 3
     tau: Annotated[float, Within(0, 100)] = 0.1
     gamma: Annotated[float, Within(0, 100)] = 0.4
-
-    summary: ClassVar[str] = "keep near-best tokens, by a margin that follows the confidence"
-    paper: ClassVar[str] = "Sen et al. 2025 (CM-ASD)"
-    bibtex: ClassVar[str] = "cmasd2025"
 
     @property
     def reads_draft(self) -> bool:

@@ -1,4 +1,4 @@
-"""`ears`: do not reject on bad luck alone where the target is unsure itself."""
+"""`ears`: standard, with a tolerance where the target is unsure."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ class EARS(PositionRule):
         excluded: whether also tokens that the target excludes (top-k, bans) are kept where
             `U < tol`, as printed. By default they never are: a ban would not be one.
 
-    Reference: EARS, §3.1 to §3.3; probabilities are those after the sampling transform.
+    Reference: Sun et al. 2025 (EARS) [ears2025], §3.1 to §3.3; probabilities are those after the
+    sampling transform.
     """
 
     beta: Share = 0.1
     correction: Literal["residual", "target"] = "residual"
     excluded: bool = False
 
-    summary: ClassVar[str] = "standard, with a tolerance where the target is unsure"
-    paper: ClassVar[str] = "Sun et al. 2025 (EARS)"
-    bibtex: ClassVar[str] = "ears2025"
     matches_greedy: ClassVar[bool] = True
 
     def weigh(self, odds: Odds) -> Weighed:

@@ -1,10 +1,10 @@
-"""`easd`: reject what both models are unsure of, although they agree."""
+"""`easd`: standard, but reject what both models are unsure of."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class EASD(PositionRule):
         processed: whether entropies are those after the sampling transform; then nothing is ever
             penalised in greedy requests.
 
-    Reference: Su et al. 2025 (EASD), §3 and Algorithm 1.
+    Reference: Su et al. 2025 (EASD) [easd2025], §3 and Algorithm 1.
     """
 
     entropy: Annotated[float, Within(0, math.inf)] = 2.0
@@ -51,10 +51,6 @@ class EASD(PositionRule):
     bonus: Literal["off", "untested"] = "off"
     penalty: Literal["drafted", "top"] = "drafted"
     processed: bool = False
-
-    summary: ClassVar[str] = "standard, but reject what both models are unsure of"
-    paper: ClassVar[str] = "Su et al. 2025 (EASD)"
-    bibtex: ClassVar[str] = "easd2025"
 
     @property
     def has_bonus(self) -> bool:

@@ -1,4 +1,4 @@
-"""`ensemble`: let the output be a mixture of target and draft."""
+"""`ensemble`: sample from a mixture of target and draft."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,15 +16,12 @@ class Ensemble(PositionRule):
         weight: w, the target's share, in [0, 1] (`assistant_ensemble_weight` in `transformers`,
             which has no default; ours).
 
-    Reference: the static ensemble of Wang et al. 2026 (DIVERSED); `_speculative_sampling` in
-    `transformers`.
+    Reference: the static ensemble of Wang et al. 2026 (DIVERSED) [diverse2026];
+    `_speculative_sampling` in `transformers`.
     """
 
     weight: Share = 0.9
 
-    summary: ClassVar[str] = "sample from a mixture of target and draft"
-    paper: ClassVar[str] = "Wang et al. 2026 (DIVERSED)"
-    bibtex: ClassVar[str] = "diverse2026"
     matches_greedy: ClassVar[bool] = True
 
     def weigh(self, odds: Odds) -> Weighed:

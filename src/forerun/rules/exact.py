@@ -1,4 +1,4 @@
-"""`exact`: keep what the target would have said itself, greedily."""
+"""`exact`: accept while the draft is the target's arg-max; greedy requests only."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,12 +12,10 @@ from forerun.types import Array, Draft, Target, Verdict
 class Exact(AcceptanceRule):
     """Accept a drafted token while it is the target's most likely token.
 
-    Reference: Stern et al. 2018 (blockwise decoding); the greedy case of Leviathan et al. 2023.
+    Reference: Stern et al. 2018 (blockwise decoding); the greedy case of Leviathan et al. 2023
+    [leviathan2023].
     """
 
-    summary: ClassVar[str] = "accept while the draft is the target's arg-max; greedy requests only"
-    paper: ClassVar[str] = "greedy case of Leviathan et al. 2023"
-    bibtex: ClassVar[str] = "leviathan2023"
     lossless: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
     takes_leaves: ClassVar[bool] = True

@@ -1,8 +1,8 @@
-"""`fly`: forgive a mismatch if the target agrees with what the draft says after it."""
+"""`fly`: forgive a greedy mismatch at high entropy if the next tokens match."""
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 
@@ -23,16 +23,12 @@ class FLy(PositionRule):
         top: n ≥ 1 takes the entropy terms of the n most likely tokens only, in nats (3 in the
             authors' code, against the same θ); 0, the default, is the paper's normalised entropy.
 
-    Reference: Li et al. 2025 (FLy), §3.
+    Reference: Li et al. 2025 (FLy) [fly2025], §3.
     """
 
     entropy: Annotated[float, Within(0, 10)] = 0.3
     window: Annotated[int, Within(0)] = 6
     top: Annotated[int, Within(0)] = 0
-
-    summary: ClassVar[str] = "forgive a greedy mismatch at high entropy if the next tokens match"
-    paper: ClassVar[str] = "Li et al. 2025 (FLy)"
-    bibtex: ClassVar[str] = "fly2025"
 
     def weigh(self, odds: Odds) -> Weighed:
         """`standard`, and 1 where a greedy mismatch is forgiven."""

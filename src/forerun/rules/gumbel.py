@@ -1,4 +1,4 @@
-"""`gumbel`: draft and target draw by the same noise, and a seed's text depends on neither draft."""
+"""`gumbel`: accept what the target draws itself, by the same noise as the draft."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,12 +12,9 @@ from forerun.types import Array, Draft, Target, Verdict
 class Gumbel(AcceptanceRule):
     """Drafter-invariant speculative sampling: both models draw by the same noise.
 
-    Reference: Daliri et al. 2025, "Drafter-Invariant Speculative Decoding" by Gumbel sampling.
+    Reference: Daliri et al. 2025 [daliri2025], by Gumbel sampling.
     """
 
-    summary: ClassVar[str] = "accept what the target draws itself, by the same noise as the draft"
-    paper: ClassVar[str] = "Daliri et al. 2025"
-    bibtex: ClassVar[str] = "daliri2025"
     lossless: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
     takes_leaves: ClassVar[bool] = True

@@ -1,7 +1,6 @@
-"""`no-bonus`: another rule, on every token of the text."""
+"""`no-bonus`: another rule, without the untested token after a whole draft."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from forerun.rules.base import WrappedRule
 
@@ -18,8 +17,6 @@ class NoBonus(WrappedRule):
     >>> RULES.make("no-bonus(cm-asd)").has_bonus
     False
     """
-
-    summary: ClassVar[str] = "another rule, without the untested token after a whole draft"
 
     @property
     def has_bonus(self) -> bool:

@@ -1,4 +1,4 @@
-"""`priced`: leniency where it saves most: where a request's drafts are poor and this one is not."""
+"""`priced`: standard, lenient where that saves rounds, at a price."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -34,7 +34,6 @@ class Priced(PositionRule):
     pace: Annotated[float, Within(0, 100)] = 0.1
     horizon: Annotated[int, Within(2)] = 8
 
-    summary: ClassVar[str] = "standard, lenient where that saves rounds, at a price"
     matches_greedy: ClassVar[bool] = True
 
     def weigh(self, odds: Odds) -> Weighed:

@@ -1,10 +1,10 @@
-"""`spec-verification`: keep what the target ranks high and likes nearly as much as its best."""
+"""`spec-verification`: keep a token of the target's top ranks, close enough to its best."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from forerun.arrays import by_torch, cast
 from forerun.checks import Within
@@ -22,15 +22,11 @@ class SpecVerification(PositionRule):
         tau: τ, largest gap in nats, ≥ 0; 0 keeps only the arg-max (ours: about the mean margin of
             `cm-asd` with its defaults).
 
-    Reference: Xia et al. 2023 (SpecDec), §3.2; the baseline of CM-ASD, §III.A.
+    Reference: Xia et al. 2023 (SpecDec) [specdec2023], §3.2; the baseline of CM-ASD, §III.A.
     """
 
     top: Annotated[int, Within(1)] = 3
     tau: Annotated[float, Within(0, 100)] = 0.3
-
-    summary: ClassVar[str] = "keep a token of the target's top ranks, close enough to its best"
-    paper: ClassVar[str] = "Xia et al. 2023 (SpecDec)"
-    bibtex: ClassVar[str] = "specdec2023"
 
     def weigh(self, odds: Odds) -> Weighed:
         return within(odds, self.top, self.tau)

@@ -1,4 +1,4 @@
-"""`standard`: speculative sampling, lossless for any draft."""
+"""`standard`: accept with min(1, target/draft), correct from the residual."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,12 +11,10 @@ from forerun.rules.odds import Odds, Weighed
 class Standard(PositionRule):
     """Speculative sampling: the output has exactly the target's distribution.
 
-    Reference: Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2.
+    Reference: Leviathan et al. 2023 [leviathan2023], Algorithm 1; Chen et al. 2023 [chen2023],
+    Algorithm 2.
     """
 
-    summary: ClassVar[str] = "accept with min(1, target/draft), correct from the residual"
-    paper: ClassVar[str] = "Leviathan et al. 2023; Chen et al. 2023"
-    bibtex: ClassVar[str] = "leviathan2023 chen2023"
     lossless: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
     takes_leaves: ClassVar[bool] = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from forerun.arrays import cast
 from forerun.checks import Share
@@ -21,15 +20,11 @@ class Typical(PositionRule):
         epsilon: ε, in [0, 1] (0.09, `posterior_threshold` in Medusa's code).
         delta: δ, in [0, 1] (0.3 = √0.09, `posterior_alpha` in Medusa's code).
 
-    Reference: Cai et al. 2024 (Medusa), §2.3.1.
+    Reference: Cai et al. 2024 (Medusa) [medusa2024], §2.3.1.
     """
 
     epsilon: Share = 0.09
     delta: Share = 0.3
-
-    summary: ClassVar[str] = "keep what is likely enough for the target's own uncertainty"
-    paper: ClassVar[str] = "Cai et al. 2024 (Medusa)"
-    bibtex: ClassVar[str] = "medusa2024"
 
     def weigh(self, odds: Odds) -> Weighed:
         def chance(at: Odds, view: View) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 from forerun.controllers import CONTROLLERS, Controller
 from forerun.engine import Request, Sampling
 from forerun.model import Model
-from forerun.registry import Registry
+from forerun.registry import Registry, papers_of, summary_of
 from forerun.requests import Constraint
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime.load import SAMPLED, generation_config, sampling_settings
@@ -292,7 +292,10 @@ class Policy:
 
 def _listed(registry: Registry) -> list[dict[str, Any]]:
     made = [(name, registry.load(name)) for name in registry.names()]
-    return [{"name": name, "summary": cls.summary, "paper": cls.paper} for name, cls in made]
+    return [
+        {"name": name, "summary": summary_of(cls), "paper": "; ".join(papers_of(cls).values())}
+        for name, cls in made
+    ]
 
 
 def _names(rule: AcceptanceRule) -> Iterator[str]:
