@@ -175,12 +175,10 @@ def agreement(model: forerun.Model, work: Sequence[Task], runs: list[Run]) -> di
     access, heads = layers_of(model.target).access, model.drafter.heads  # type: ignore[attr-defined]
     hits: dict[int, dict[str, list[torch.Tensor]]] = {LAYERS // 4: {}, LAYERS // 2: {}}
     for task, run in zip(work, runs, strict=True):
-        ids = torch.tensor([[*task.tokens, *run.tokens]])
-        positions = torch.arange(ids.shape[1]).unsqueeze(0)
-        mask = torch.full((ids.shape[1],) * 2, torch.finfo(torch.float32).min).triu(1)[None, None]
-        before, hidden, predicted = 0, access.embed(ids, positions), {}
+        hidden, at = access.open(torch.tensor([[*task.tokens, *run.tokens]]))
+        before, predicted = 0, {}
         for depth in (*hits, LAYERS):
-            hidden, before = access.run(hidden, before, depth, mask, positions), depth
+            hidden, before = access.run(hidden, before, depth, at), depth
             states = hidden[0, len(task.tokens) - 1 : -1]
             last = depth == LAYERS
             best = (access.logits(states) if last else heads.logits(depth, states)).argmax(-1)

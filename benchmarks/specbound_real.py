@@ -20,7 +20,7 @@ from forerun.lab.exits.exit_replay import ExitTrace, OwnText, Setting
 from forerun.lab.exits.sweep import ExitSearch, candidates, written
 from forerun.runtime.drafts import ABOUT
 from forerun.runtime.heads import ExitHeads, load_heads
-from forerun.runtime.layers import LayerAccess, LogitLens
+from forerun.runtime.layers import LayerAccess
 from recipes.smollm2.prompts import Sources, prompt_of
 
 VOCAB = 4096
@@ -35,18 +35,6 @@ TRAINING = (
 )  # fmt: skip
 WIDTH, SURE = 6, 0.7
 """Most tokens that climb; the threshold at which annealings are shown beside each other."""
-
-
-class CutLens(LogitLens):
-    """The model's own head at every layer, over the first tokens of its vocabulary."""
-
-    def __init__(self, access: LayerAccess, count: int) -> None:
-        super().__init__(access)
-        self.tokens = torch.arange(count)
-        self._rows = access.unembedding_of(self.tokens)
-
-    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        return self._access.logits(hidden, self._rows)
 
 
 def main(target: str, per_kind: int, tokens: int, exits: Path | None) -> None:
@@ -66,7 +54,8 @@ def main(target: str, per_kind: int, tokens: int, exits: Path | None) -> None:
     texts = list(written(model, asked))
     access = LayerAccess(model.target.executor.module())
     heads: dict[str, ExitHeads] = {
-        "its own head": LogitLens(access), f"its first {VOCAB:,} tokens": CutLens(access, VOCAB)
+        "its own head": ExitHeads(access),
+        f"its first {VOCAB:,} tokens": ExitHeads(access, tokens=torch.arange(VOCAB)),
     }  # fmt: skip
     if exits is not None:
         heads["trained heads"] = load_heads(str(exits), access)

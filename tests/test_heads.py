@@ -15,8 +15,8 @@ import tiny
 from forerun.errors import ForerunWarning, ModelError, SettingError
 from forerun.runtime import torch_rows
 from forerun.runtime.drafts import ABOUT, WEIGHTS, About, fingerprint, save_draft
-from forerun.runtime.heads import LightHeads, default_layers, load_heads, shapes_of_head
-from forerun.runtime.layers import LayerAccess, LogitLens
+from forerun.runtime.heads import ExitHeads, default_layers, load_heads, shapes_of_head
+from forerun.runtime.layers import LayerAccess, Placed
 from forerun.training.fit import Document
 from forerun.training.heads import ExitTrainer
 from forerun.training.settings import TrainingSettings
@@ -42,7 +42,7 @@ def documents(count: int = 40, seed: int = 1, length: int = 24) -> list[Document
 TEXTS, HELD = documents(480), documents(30, seed=2)
 
 
-def save_heads(heads: LightHeads, folder: Path, target: str | None = None) -> Path:
+def save_heads(heads: ExitHeads, folder: Path, target: str | None = None) -> Path:
     tokens = {} if heads.tokens is None else {"tokens": heads.tokens.to(torch.int32)}
     own = {f"{n}.{name}": t for n, part in heads.weights.items() for name, t in part.items()}
     save_draft(folder, About("exits", target, heads.form), own | tokens)
@@ -51,7 +51,7 @@ def save_heads(heads: LightHeads, folder: Path, target: str | None = None) -> Pa
 
 def some_heads(
     access: LayerAccess, dtype: torch.dtype = torch.float32, tokens: torch.Tensor | None = None
-) -> LightHeads:
+) -> ExitHeads:
     weights = {
         layer: {
             name: ((name == "scale") + torch.randn(*shape) * 0.1).to(dtype)
@@ -59,7 +59,7 @@ def some_heads(
         }
         for layer in (1, 2)
     }
-    return LightHeads(access, weights, tokens, {"width": 3})
+    return ExitHeads(access, weights, tokens, {"width": 3})
 
 
 def test_the_lens_after_the_last_layer_is_the_model(access, model):
@@ -67,8 +67,8 @@ def test_the_lens_after_the_last_layer_is_the_model(access, model):
     positions = torch.arange(9)[None]
     mask = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)[None, None]
     with torch.inference_mode():
-        hidden = access.run(access.embed(ids, positions), 0, access.layers, mask, positions)
-        got, wanted = LogitLens(access).logits(access.layers, hidden), model(ids).logits
+        hidden = access.run(access.embed(ids, positions), 0, access.layers, Placed(mask, positions))
+        got, wanted = ExitHeads(access).logits(access.layers, hidden), model(ids).logits
     assert torch.allclose(got, wanted, atol=1e-5)
 
 
@@ -162,7 +162,7 @@ def test_wrong_layers_are_refused(access):
     for weights, what in (({}, "got none"), ({4: own}, "target's 3 layers, got 4"),
                           ({0: own}, "got 0")):  # fmt: skip
         with pytest.raises(SettingError, match=what):
-            LightHeads(access, weights)
+            ExitHeads(access, weights)
     assert default_layers(3) == (1, 2)
 
 
@@ -194,7 +194,7 @@ def test_training_begins_at_the_logit_lens(model, access, how):
 def test_training_beats_the_lens_on_held_out_text(model, access, how):
     trainer = exits(model, batch=13, steps=220, **how)
     base = {name: tensor.clone() for name, tensor in access._head.named_parameters()}
-    before = trainer.reports(LogitLens(access), HELD)
+    before = trainer.reports(ExitHeads(access), HELD)
     log = list(trainer.train(TEXTS))
     assert len(log) == 220
     measured = trainer.agreement(HELD)

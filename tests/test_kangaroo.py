@@ -19,7 +19,7 @@ from forerun.model import Model
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.drafts import About, fingerprint, save_draft
 from forerun.runtime.exits import Adapter, LayersExecutor, layers_of
-from forerun.runtime.layers import LayerAccess
+from forerun.runtime.layers import LayerAccess, Placed
 from forerun.testing import ScriptedModel
 from marks import FAMILIES, slow_but
 from sourced import save_folders
@@ -56,7 +56,7 @@ def alone(model: Any, adapter: Adapter, text: list[int]) -> torch.Tensor:
     hidden = forward(model, text).hidden_states[adapter.depth]
     positions = torch.arange(len(text)).unsqueeze(0)
     mask = torch.full((len(text), len(text)), torch.finfo(torch.float32).min).triu(1)
-    return access.unembed(adapter(access, hidden, mask[None, None], positions))[0]
+    return access.unembed(adapter(access, hidden, Placed(mask[None, None], positions)))[0]
 
 
 @pytest.mark.parametrize("family", slow_but(CONFIGS, FAMILIES.__contains__))

@@ -12,7 +12,8 @@ from forerun.errors import UnsupportedModelError
 from forerun.runtime import torch_rows
 from forerun.runtime.cache import cache_argument
 from forerun.runtime.exits import exit_rows, layers_of
-from forerun.runtime.layers import LayerAccess, LogitLens
+from forerun.runtime.heads import ExitHeads
+from forerun.runtime.layers import LayerAccess, Placed
 from tiny import CONFIGS, build, texts
 
 TOLERANCE = 1e-5
@@ -41,11 +42,11 @@ def test_layers_equal_the_model(family: str) -> None:
     for layer in range(access.layers):
         close(hidden, wanted.hidden_states[layer])
         assert hidden.shape == (2, 11, access.width)
-        hidden = access.run(hidden, layer, layer + 1, mask, positions)
+        hidden = access.run(hidden, layer, layer + 1, Placed(mask, positions))
     close(access.logits(hidden), wanted.logits)
-    whole = access.run(access.embed(ids, positions), 0, access.layers, mask, positions)
+    whole = access.run(access.embed(ids, positions), 0, access.layers, Placed(mask, positions))
     close(whole, hidden)
-    assert access.run(hidden, 2, 2, mask, positions) is hidden
+    assert access.run(hidden, 2, 2, Placed(mask, positions)) is hidden
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -59,9 +60,9 @@ def test_layers_read_and_write_a_cache(family: str) -> None:
     for begin, end in ((0, 7), (7, 8), (8, 12)):
         positions = torch.arange(begin, end).unsqueeze(0)
         hidden = access.embed(ids[:, begin:end], positions)
-        mask = causal(end - begin, end)
-        hidden = access.run(hidden, 0, 1, mask, positions, cache)
-        got.append(access.run(hidden, 1, access.layers, mask, positions, cache))
+        at = Placed(causal(end - begin, end), positions, cache)
+        hidden = access.run(hidden, 0, 1, at)
+        got.append(access.run(hidden, 1, access.layers, at))
     close(access.logits(torch.cat(got, 1)), wanted)
     for mine, theirs in zip(cache.layers, own.layers, strict=True):
         close(mine.keys, theirs.keys)
@@ -86,7 +87,7 @@ def test_an_exit_model_with_nothing_pending_is_a_row_model(family: str) -> None:
 def test_the_logit_lens_is_the_models_own_norm_and_unembedding() -> None:
     model = build("llama")
     access = LayerAccess(model)
-    lens, hidden = LogitLens(access), torch.randn(4, access.width)
+    lens, hidden = ExitHeads(access), torch.randn(4, access.width)
     assert lens.layers == (1, 2)
     close(lens.logits(1, hidden), model.lm_head(model.model.norm(hidden)))
 

@@ -23,7 +23,7 @@ from forerun.errors import ModelError, SettingError, UnknownNameError
 from forerun.lab.audit import explain, first_difference
 from forerun.model import drafter_spec
 from forerun.runtime.drafts import fingerprint, read_about
-from forerun.runtime.heads import LightHeads
+from forerun.runtime.heads import ExitHeads
 from marks import slow_but
 
 DRAFTERS = ["model", "lookup", "specbound", "none"]
@@ -105,7 +105,7 @@ def test_shipped_exit_heads_are_specbounds_default() -> None:
     about = read_about(zoo.EXITS, "exits")
     settings = about.settings["tuned"]
     drafter: Any = model.drafter
-    assert isinstance(drafter.heads, LightHeads)
+    assert isinstance(drafter.heads, ExitHeads)
     assert ",".join(map(str, drafter.layers)) == settings["layers"]
     assert sum(f.stat().st_size for f in zoo.EXITS.iterdir()) < 8e6
     lens: Any = forerun.load(draft="specbound(exits='')", dtype="float32").drafter

@@ -23,8 +23,8 @@ from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.cache import cache_argument
 from forerun.runtime.exits import LayersExecutor, exit_rows, layers_of
-from forerun.runtime.heads import LightHeads
-from forerun.runtime.layers import LayerAccess, LogitLens
+from forerun.runtime.heads import ExitHeads
+from forerun.runtime.layers import LayerAccess
 from forerun.testing import ScriptedModel
 from forerun.types import CENSORING, Draft, Target
 from marks import FAMILIES, slow_but
@@ -70,7 +70,7 @@ class Gain:
     """The logit lens made surer or less sure by a factor per call, so that exits are scripted."""
 
     def __init__(self, access: LayerAccess, gains: Sequence[float]) -> None:
-        self._lens, self._gains = LogitLens(access), itertools.cycle(gains)
+        self._lens, self._gains = ExitHeads(access), itertools.cycle(gains)
         self.layers, self.tokens = self._lens.layers, None
         self.asked: list[int] = []
 
@@ -425,33 +425,23 @@ def test_the_draft_is_the_exit_heads_distribution_without_annealing() -> None:
     fast.target.read([context])
     proposal = fast.drafter.step([context], None)
     hidden = forward(MODEL, context).hidden_states[2][0, -1]
-    wanted = LogitLens(fast.drafter.executor.access).logits(2, hidden)  # type: ignore[attr-defined]
+    wanted = ExitHeads(fast.drafter.executor.access).logits(2, hidden)  # type: ignore[attr-defined]
     assert proposal.logits is not None
     close(proposal.logits[0], wanted)
     assert proposal.ended == [None]
 
 
-class Few(LogitLens):
-    """The logit lens of some tokens only."""
-
-    def __init__(self, access: LayerAccess, tokens: Sequence[int]) -> None:
-        super().__init__(access)
-        self.tokens = torch.tensor(tokens)
-
-    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        return super().logits(layer, hidden)[..., self.tokens]
-
-
 def test_heads_of_few_tokens_draft_those_alone() -> None:
     rows = exit_rows(MODEL)
-    drafter = SpecBoundDrafter(rows, Few(layers_of(rows).access, [3, 8, 40]), (2,), 0.0, 0.0, 4)
+    few = ExitHeads(layers_of(rows).access, tokens=torch.tensor([3, 8, 40]))
+    drafter = SpecBoundDrafter(rows, few, (2,), 0.0, 0.0, 4)
     contexts = [*texts(6, 9)]
     rows.read(contexts)
     proposal = drafter.step(contexts, None)
     assert isinstance(proposal.logits, torch.Tensor)
     for context, logits in zip(contexts, proposal.logits, strict=True):
         hidden = forward(MODEL, context).hidden_states[2][0, -1]
-        wanted = LogitLens(layers_of(rows).access).logits(2, hidden).detach()
+        wanted = ExitHeads(layers_of(rows).access).logits(2, hidden).detach()
         assert logits.isfinite().nonzero().flatten().tolist() == [3, 8, 40]
         close(logits[[3, 8, 40]], wanted[[3, 8, 40]])
     rows.keep([])
@@ -504,7 +494,7 @@ def test_sampling_is_lossless_by_enumeration(
     rows, drafter, context = fast.target, fast.drafter, [0, 2, 0]
     assert isinstance(drafter, SpecBoundDrafter)
     if few:
-        drafter.heads = Few(drafter.executor.access, [0, 2, 3])
+        drafter.heads = ExitHeads(drafter.executor.access, tokens=torch.tensor([0, 2, 3]))
     rows.read([context])
     law: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
     lengths = set()
@@ -730,7 +720,7 @@ def test_loading_by_name(tmp_path: Any) -> None:
         for layer in (1, 3, 4)
     }
     stored = {"threshold": 0.25, "anneal": 0.0, "depth": 4, "width": 3, "layers": "1,4"}
-    save_heads(LightHeads(access, weights, tuned=stored), heads)
+    save_heads(ExitHeads(access, weights, tuned=stored), heads)
     tuned = forerun.model.load(str(tmp_path), f"specbound({named})")
     assert tuned.drafter.layers == (1, 4)  # type: ignore[attr-defined]
     assert (tuned.drafter._threshold, tuned.drafter._width) == (0.25, 3)  # type: ignore[attr-defined]
@@ -738,11 +728,11 @@ def test_loading_by_name(tmp_path: Any) -> None:
     own = forerun.model.load(str(tmp_path), f"specbound(threshold=0.6,depth=3,{named})")
     assert own.drafter.layers == (1, 3)  # type: ignore[attr-defined]
     assert (own.drafter._threshold, own.drafter._width) == (0.6, 3)  # type: ignore[attr-defined]
-    save_heads(LightHeads(access, weights, tuned={"treshold": 2}), heads)
+    save_heads(ExitHeads(access, weights, tuned={"treshold": 2}), heads)
     with pytest.raises(SettingError, match="the settings kept in"):
         forerun.model.load(str(tmp_path), f"specbound({named})")
     heads.rename(tmp_path / "exits")
-    save_heads(LightHeads(access, weights), tmp_path / "exits")
+    save_heads(ExitHeads(access, weights), tmp_path / "exits")
     assert forerun.model.load(str(tmp_path), "specbound(depth=4)").drafter.layers == (1, 3, 4)  # type: ignore[attr-defined]
     assert DRAFTERS.text(SpecBound(depth=4, layers="2,4")) == "specbound(depth=4,layers='2,4')"
 

@@ -22,8 +22,8 @@ from forerun.lab.exits.sweep import ExitSearch, untuned
 from forerun.model import Model
 from forerun.runtime import torch_rows
 from forerun.runtime.exits import Work, exit_rows, layers_of
-from forerun.runtime.heads import LightHeads
-from forerun.runtime.layers import LayerAccess, LogitLens
+from forerun.runtime.heads import ExitHeads
+from forerun.runtime.layers import LayerAccess
 from tiny import build, texts
 
 LAYERS = 6
@@ -43,7 +43,7 @@ MODEL = calm()
 PROMPTS = texts(5, 1, 9, 14)
 
 
-def light(access: LayerAccess) -> LightHeads:
+def light(access: LayerAccess) -> ExitHeads:
     """Heads with random corrections at some layers."""
     width = access.width
     own = {
@@ -54,7 +54,7 @@ def light(access: LayerAccess) -> LightHeads:
         }
         for layer in (1, 2, 4)
     }
-    return LightHeads(access, own)
+    return ExitHeads(access, own)
 
 
 def written(sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[OwnText]:
@@ -69,7 +69,7 @@ def live(setting: Setting, text: OwnText, heads: Any = None) -> tuple[Work, list
     """What decoding takes: the model's counters, and drafted and accepted of every round."""
     rows = exit_rows(MODEL)
     drafter = SpecBoundDrafter(
-        rows, heads or LogitLens(layers_of(rows).access), setting.layers, setting.threshold,
+        rows, heads or ExitHeads(layers_of(rows).access), setting.layers, setting.threshold,
         setting.anneal, setting.width, setting.bonus,
     )  # fmt: skip
     model = Model(rows, drafter)
@@ -92,7 +92,7 @@ def recording(
     outputs: list[OwnText], heads: Any = None, layers: tuple[int, ...] = EXITS
 ) -> ExitTrace:
     access = LayerAccess(MODEL)
-    return ExitTrace.record(access, heads or LogitLens(access), layers, outputs)
+    return ExitTrace.record(access, heads or ExitHeads(access), layers, outputs)
 
 
 @pytest.fixture(scope="module", params=SAMPLINGS, ids=["greedy", "penalties, end", "drawn"])
@@ -140,7 +140,7 @@ def test_what_follows_a_wrong_token_is_about_right(recorded: ExitTrace) -> None:
 
 def test_trained_heads_that_know_some_tokens_only() -> None:
     few = light(LayerAccess(MODEL))
-    heads = LightHeads(LayerAccess(MODEL), few.weights, tokens=torch.arange(40, 90))
+    heads = ExitHeads(LayerAccess(MODEL), few.weights, tokens=torch.arange(40, 90))
     recorded = recording(written(SAMPLINGS[0]), heads, heads.layers)
     for setting in (Setting((1, 4), 0.3, 0.5, 4), Setting((2,), 0.0, 0.0, 3)):
         rounds = recorded.counts(setting)["rounds"].tolist()
@@ -234,7 +234,7 @@ def test_settings_are_specs_that_load() -> None:
 def test_measured_and_confirmed_on_a_tiny_model() -> None:
     model = Model(torch_rows(MODEL), DRAFTERS.make("none").build(None, None))
     rows = exit_rows(MODEL)
-    heads = LogitLens(layers_of(rows).access)
+    heads = ExitHeads(layers_of(rows).access)
     short = replace(SAMPLINGS[0], max_new_tokens=10)
     made = list(sweep.written(model, [(p, short) for p in PROMPTS[:2]]))
     assert [t.output for t in made] == [t.output for t in written(short)[:2]]

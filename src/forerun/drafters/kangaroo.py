@@ -11,16 +11,9 @@ from forerun.drafters.base import Drafter, Proposal, Step, StepContext, Texts, T
 from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.runtime.base import Rows
 from forerun.runtime.exits import KANGAROO, adapter_rows, layers_of
-from forerun.runtime.layers import LogitLens
+from forerun.runtime.heads import ExitHeads
 from forerun.runtime.support import model_on_torch
 from forerun.types import Stop
-
-
-class Unembedding(LogitLens):
-    """The head of the only exit: the target's own, of what the adapter has normed already."""
-
-    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        return self._access.unembed(hidden)
 
 
 class KangarooDrafter(SpecBoundDrafter):
@@ -31,13 +24,17 @@ class KangarooDrafter(SpecBoundDrafter):
         assert adapter is not None, "rows of `adapter_rows`"
         # If unsure tokens stay, every one leaves at the exit, and the draft ends behind it.
         least = 0.0 if keep else threshold
-        super().__init__(rows, Unembedding(access), (adapter.depth,), least, 0.0, most)
+        super().__init__(rows, ExitHeads(access), (adapter.depth,), least, 0.0, most)
         self._least = threshold if keep else 0.0
         self._unsure: set[int] = set()  # rows whose newest token is the last of their draft
 
     def ratio(self, target: Rows) -> float:
         """Layers of the target over those below the adapter, which counts as one."""
         return self.executor.access.layers / (self.layers[-1] + 1)
+
+    def _said(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """By the target's own head, as the adapter has normed them."""
+        return self.executor.access.unembed(hidden)
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         self._unsure.clear()

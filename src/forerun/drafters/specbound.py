@@ -18,7 +18,6 @@ from forerun.runtime.base import Rows
 from forerun.runtime.drafts import own_draft, spread
 from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.heads import ExitHeads, load_heads
-from forerun.runtime.layers import LogitLens
 from forerun.types import Stop
 
 DEFAULTS: dict[str, Any] = {"threshold": 0.7, "anneal": 0.5, "width": 6, "bonus": True}
@@ -85,7 +84,7 @@ class SpecBoundDrafter(Drafter):
             if layer == access.layers:
                 logits, sure = access.logits(hidden), [True] * len(rows)
             else:
-                logits = self.heads.logits(layer, hidden)
+                logits = self._said(layer, hidden)
                 heat = temperature(layer, access.layers, self._anneal)
                 top = (logits.float() / heat).softmax(-1).amax(-1)
                 sure = (top >= self._threshold).tolist()  # eq. 2
@@ -103,6 +102,10 @@ class SpecBoundDrafter(Drafter):
         if ran:
             self.executor.climb(self.rows.lengths, asked, self.layers, leave)
         return Step(out, ended=ended, ran=ran)
+
+    def _said(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits at an exit, of hidden states `(n, H)`."""
+        return self.heads.logits(layer, hidden)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class SpecBound(DrafterSpec):
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """With a runtime of its own around the target's model (`Drafter.target`)."""
         rows, heads, exits = exits_of(target, self.exits, self.kind)
-        chosen = replace(self, exits=exits)._filled(getattr(heads, "tuned", {}))
+        chosen = replace(self, exits=exits)._filled(heads.tuned)
         layers = chosen.exit_layers(layers_of(rows).access.layers, tuple(heads.layers))
         how: Any = chosen.threshold, chosen.anneal, chosen.width, chosen.bonus
         return SpecBoundDrafter(rows, heads, layers, *how)
@@ -229,9 +232,7 @@ def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHead
             ForerunWarning,
             stacklevel=3,
         )
-    if not folder:
-        return rows, LogitLens(access), folder
-    return rows, load_heads(folder, access), folder
+    return rows, load_heads(folder, access) if folder else ExitHeads(access), folder
 
 
 def listed(text: str, name: str) -> tuple[int, ...]:

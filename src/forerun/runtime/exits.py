@@ -16,7 +16,7 @@ from forerun.errors import PromptError, SettingError
 from forerun.runtime.attention import Mask, Parents
 from forerun.runtime.base import Pieces, Rows
 from forerun.runtime.drafts import fill, read_about
-from forerun.runtime.layers import LayerAccess
+from forerun.runtime.layers import LayerAccess, Placed
 from forerun.runtime.packing import pack
 from forerun.runtime.padded import picker
 from forerun.runtime.torch_executor import TorchExecutor
@@ -61,8 +61,7 @@ class Batch:
     """Hidden states on their way through the layers together."""
 
     spans: list[Span]
-    positions: torch.Tensor
-    mask: torch.Tensor
+    at: Placed
     hidden: torch.Tensor  # `(n, width, H)`, padded on the right
 
 
@@ -233,7 +232,7 @@ class LayersExecutor(TorchExecutor):
                 until = min([until, *(depth for depth in depths if depth > at)])
             if spans:
                 batch = self._gather(spans, at)
-                batch.hidden = self._through(batch, at, until)
+                batch.hidden = self._through(batch.hidden, at, until, batch.at)
                 layers, positions = until - at, 0
                 for states, (row, begin, count) in zip(batch.hidden, spans, strict=True):
                     for token, state in zip(self._pending[row][begin:], states, strict=False):
@@ -263,23 +262,22 @@ class LayersExecutor(TorchExecutor):
             hidden = self.access.embed(ids.to(self.device), positions)
         else:
             hidden = padded([torch.stack([token.state for token in own]) for own in held])
-        self._batch = Batch(spans, positions, mask, hidden)
+        self._batch = Batch(spans, Placed(mask, positions, self.cache), hidden)
         return self._batch
 
-    def _through(self, batch: Batch, first: int, last: int) -> torch.Tensor:
-        """Hidden states of a batch at depth `last`, from those it has at depth `first`."""
-        hidden, rest = batch.hidden, (batch.mask, batch.positions, self.cache)
+    def _through(self, hidden: torch.Tensor, first: int, last: int, at: Placed) -> torch.Tensor:
+        """As `LayerAccess.run`, and through the adapter."""
         if self.adapter is not None and first < (depth := self.adapter.depth) <= last:
-            hidden = self.access.run(hidden, first, depth, *rest)
-            self._adapted, first = self.adapter(self.access, hidden, *rest), depth
-        return self.access.run(hidden, first, last, *rest)
+            hidden = self.access.run(hidden, first, depth, at)
+            self._adapted, first = self.adapter(self.access, hidden, at), depth
+        return self.access.run(hidden, first, last, at)
 
     def _logits(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
         if self.adapter is None:
             return super()._logits(ids, positions, mask)
         assert isinstance(mask, torch.Tensor), "layer access refuses sliding windows"
-        batch = Batch([], positions, mask, self.access.embed(ids, positions))
-        return self.access.logits(self._through(batch, 0, self.access.layers))
+        hidden, at = self.access.embed(ids, positions), Placed(mask, positions, self.cache)
+        return self.access.logits(self._through(hidden, 0, self.access.layers, at))
 
 
 def exit_rows(model: Any) -> Rows:
@@ -314,16 +312,9 @@ class Adapter(torch.nn.Module):
         self.depth = depth
         self.layer, self.norm = access.bare(depth)
 
-    def forward(
-        self,
-        access: LayerAccess,
-        hidden: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor,
-        cache: Any = None,
-    ) -> torch.Tensor:
+    def forward(self, access: LayerAccess, hidden: torch.Tensor, at: Placed) -> torch.Tensor:
         """`(n, width, H)` states for `LayerAccess.unembed`; as `LayerAccess.run`."""
-        return self.norm(access.call([self.layer], hidden, mask, positions, cache))
+        return self.norm(access.call([self.layer], hidden, at))
 
 
 def adapter_rows(model: Any, folder: str | Path) -> Rows:

@@ -1,8 +1,5 @@
 """Heads with weights on hidden states: exits, which say the last layer's token after an earlier
-one, and Medusa's, which say later tokens after the last one.
-
-The exits without weights are `forerun.runtime.layers.LogitLens`.
-"""
+one, and Medusa's, which say later tokens after the last one."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import torch.nn.functional as F
 
 from forerun.errors import SettingError
 from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, read_about, save_about
-from forerun.runtime.layers import LayerAccess, LogitLens
+from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import dense, linear, packed
 from forerun.runtime.states import check_depths
 
@@ -25,7 +22,7 @@ FORM = "light"  # what `draft.json` calls exit heads of this form
 UNEMBEDDING = "unembedding"
 
 
-class LightHeads:
+class ExitHeads:
     """An affine correction of the hidden state, then the model's own norm and unembedding.
 
     `s · logits(h + A·h + b)`, with `weight` A `(H, H)`, `bias` b `(H,)` and `scale` s `(1,)`. With
@@ -36,7 +33,8 @@ class LightHeads:
     Args:
         access: the model.
         weights: per exit layer (counted from 1) its tensors by name, on the model's device. Tensors
-            that require a gradient are used as they are, others in the model's dtype.
+            that require a gradient are used as they are, others in the model's dtype. None: all
+            layers but the last have the logit lens (nostalgebraist 2020), with nothing to train.
         tokens: `(n,)` ids of the heads' vocabulary, on the model's device; None: all. A shallow
             exit costs a projection onto them, and most of what it is sure of is frequent (Zhao et
             al. 2025, FR-Spec); what is verified is not affected.
@@ -49,12 +47,14 @@ class LightHeads:
     def __init__(
         self,
         access: LayerAccess,
-        weights: Mapping[int, Mapping[str, torch.Tensor]],
+        weights: Mapping[int, Mapping[str, torch.Tensor]] | None = None,
         tokens: torch.Tensor | None = None,
         tuned: Mapping[str, Any] | None = None,
     ) -> None:
-        self.layers = check_depths(sorted(weights), access.layers)  # the exit layers
-        self.access, self.weights, self.tuned = access, weights, dict(tuned or {})
+        self.layers = tuple(range(1, access.layers))  # the exit layers
+        if weights is not None:
+            self.layers = check_depths(sorted(weights), access.layers)
+        self.access, self.weights, self.tuned = access, weights or {}, dict(tuned or {})
         self.tokens = tokens
         self._rows = None if tokens is None else access.unembedding_of(tokens)
         self._dtype = dtype = access.unembedding.dtype
@@ -63,11 +63,13 @@ class LightHeads:
             own = own if own.requires_grad else own.to(dtype)
             return own if own.requires_grad or own.dim() < 2 else packed(own)
 
-        self._used = {n: {k: for_use(t) for k, t in own.items()} for n, own in weights.items()}
+        self._used = {n: {k: for_use(t) for k, t in own.items()} for n, own in self.weights.items()}
 
     def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of the head after `layer` layers, `(..., n)` for the n `tokens`, or all, from
         `(..., H)` before the final norm; `SettingError` if there is no head."""
+        if not self._used:
+            return self.access.logits(hidden, self._rows)
         if layer not in self._used:
             have = ", ".join(map(str, self.layers))
             raise SettingError(f"no exit head after layer {layer}; there are heads after {have}")
@@ -81,10 +83,6 @@ class LightHeads:
         """What `draft.json` says of heads."""
         tuned = {"tuned": self.tuned} if self.tuned else {}
         return {"head": FORM, "layers": list(self.layers), **tuned}
-
-
-ExitHeads = LightHeads | LogitLens
-"""What turns hidden states of shallow `layers` into logits of its `tokens`."""
 
 
 def shapes_of_head(width: int) -> dict[str, tuple[int, ...]]:
@@ -102,7 +100,7 @@ def default_layers(count: int) -> tuple[int, ...]:
     return tuple(range(step, count, step))
 
 
-def load_heads(folder: str | Path, access: LayerAccess) -> LightHeads:
+def load_heads(folder: str | Path, access: LayerAccess) -> ExitHeads:
     """The exit heads in a folder, on the model's device; raises and warns as `load_draft`."""
     vocab, width = access.unembedding.shape
 
@@ -118,7 +116,7 @@ def load_heads(folder: str | Path, access: LayerAccess) -> LightHeads:
     for key, tensor in tensors.items():
         layer, _, name = key.partition(".")
         weights.setdefault(int(layer), {})[name] = tensor
-    return LightHeads(access, weights, tokens, about.settings.get("tuned", {}))
+    return ExitHeads(access, weights, tokens, about.settings.get("tuned", {}))
 
 
 def keep_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:

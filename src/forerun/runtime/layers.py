@@ -6,7 +6,7 @@ Whether that is the model is proven when it is loaded, so that no list of famili
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,16 @@ _SECOND_NORMS = ("post_attention_layernorm", "ln_2")  # before the feed-forward 
 Unembedding = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias of some tokens
 
 _UNCALLABLE = "the layers of this {} model cannot be called one by one: {}"
+
+
+class Placed(NamedTuple):
+    """Where the tokens `(n, width)` of a pass stand, and what they see."""
+
+    mask: torch.Tensor | None
+    """Additive `(n, 1, width, columns)` over the columns of the cache; None hides none."""
+    positions: torch.Tensor
+    """`(n, width)`; as long as it is the same tensor, rotary embeddings are computed once."""
+    cache: Any = None  # keys and values go there and come from there; None keeps none
 
 
 class LayerAccess:
@@ -72,49 +82,24 @@ class LayerAccess:
         hidden: torch.Tensor = self._embed(ids)
         return hidden if self._table is None else hidden + self._table(positions)
 
-    def places(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mask and the positions, each of one row, of texts `(n, width, H)` from place 0 on."""
+    def places(self, hidden: torch.Tensor) -> Placed:
+        """Of texts `(n, width, H)` from place 0 on, all alike: mask and positions of one row."""
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-        return additive_mask(positions, hidden.shape[1], None, hidden.dtype), positions
+        return Placed(additive_mask(positions, hidden.shape[1], None, hidden.dtype), positions)
 
-    def open(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Depth 0 of one text, `(1, n)` ids, with the mask of all of it and its positions."""
-        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-        hidden = self.embed(ids, positions)
-        return hidden, *self.places(hidden)
+    def open(self, ids: torch.Tensor) -> tuple[torch.Tensor, Placed]:
+        """Depth 0 of one text, `(1, n)` ids, from place 0 on."""
+        hidden = self.embed(ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0))
+        return hidden, self.places(hidden)
 
-    def run(
-        self,
-        hidden: torch.Tensor,
-        first: int,
-        last: int,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor,
-        cache: Any = None,
-    ) -> torch.Tensor:
-        """Take hidden states `(n, width, H)` from depth `first` to depth `last`, 0 ≤ first ≤ last ≤
-        `layers`; returns those.
+    def run(self, hidden: torch.Tensor, first: int, last: int, at: Placed) -> torch.Tensor:
+        """Hidden states `(n, width, H)` at depth `last` of those at depth `first`, 0 ≤ first ≤ last
+        ≤ `layers`."""
+        return self.call(self._stack[first:last], hidden, at)
 
-        Args:
-            hidden: at depth `first`.
-            first, last: depths.
-            mask: additive `(n, 1, width, columns)` over the columns the cache returns; None hides
-                none of them.
-            positions: `(n, width)`; as long as the same tensor is given, rotary embeddings are
-                computed once.
-            cache: keys and values go there and come from there; None keeps none.
-        """
-        return self.call(self._stack[first:last], hidden, mask, positions, cache)
-
-    def call(
-        self,
-        layers: Iterable[Any],
-        hidden: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor,
-        cache: Any = None,
-    ) -> torch.Tensor:
+    def call(self, layers: Iterable[Any], hidden: torch.Tensor, at: Placed) -> torch.Tensor:
         """As `run`, through layers of the model's kind that need not be its own."""
+        mask, positions, cache = at
         arguments: dict[str, Any] = {
             "attention_mask": mask,
             "position_ids": positions,
@@ -171,33 +156,13 @@ class _Nothing(torch.nn.Module):
         return hidden.new_zeros(())
 
 
-class LogitLens:
-    """The model's own norm and unembedding as the head of every layer: nothing to train.
-
-    Reference: nostalgebraist 2020, interpreting GPT: the logit lens.
-    """
-
-    tokens: torch.Tensor | None = None  # it has the whole vocabulary
-
-    def __init__(self, access: LayerAccess) -> None:
-        self._access = access
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Every depth but the last, which is the model itself."""
-        return tuple(range(1, self._access.layers))
-
-    def logits(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        return self._access.logits(hidden)
-
-
 @torch.inference_mode()
 def _prove(access: LayerAccess, model: Any, kind: str) -> None:
     """Three tokens through the layers and the model: another version may call them anew."""
     ids = torch.arange(1, 4, device=model.device).unsqueeze(0)
     try:
-        hidden, mask, positions = access.open(ids)
-        hidden = access.run(hidden, 0, access.layers, mask, positions)
+        hidden, at = access.open(ids)
+        hidden = access.run(hidden, 0, access.layers, at)
         logits, expected = access.logits(hidden), model(input_ids=ids).logits
         worst = float(((logits - expected).abs().max() / (expected.abs().max() + 1e-6)).float())
     except Exception as error:  # whatever it is, this model's layers cannot be called one by one

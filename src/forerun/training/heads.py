@@ -13,13 +13,11 @@ from forerun.runtime.exits import Adapter
 from forerun.runtime.heads import (
     UNEMBEDDING,
     ExitHeads,
-    LightHeads,
     MedusaHeads,
     default_layers,
     new_heads,
     shapes_of_head,
 )
-from forerun.runtime.layers import LogitLens
 from forerun.runtime.states import check_depths
 from forerun.training.fit import Document, Own, StatesTraining, divergence, frequent
 
@@ -51,8 +49,9 @@ class AdapterTrainer(StatesTraining):
         """`(n, V)` logits of the adapter, and log-probabilities of the target, where it counts."""
         states = [own[:, 0] for own in self._states.of(texts)]
         shallow = torch.nn.utils.rnn.pad_sequence(states, batch_first=True).float()
-        mask, positions = self._access.places(shallow)
-        adapted = self.adapter(self._access, shallow, mask, positions.expand(len(texts), -1))
+        at = self._access.places(shallow)
+        at = at._replace(positions=at.positions.expand(len(texts), -1))
+        adapted = self.adapter(self._access, shallow, at)
         with torch.no_grad():
             taught = self._access.logits(self._scored_states(texts)[:, 1])
         adapted = adapted[self._scored(texts)].to(self._access.unembedding.dtype)
@@ -143,7 +142,7 @@ class ExitTrainer(StatesTraining):
             }
             for layer in self.depths
         }
-        self.heads = LightHeads(access, weights, tokens)
+        self.heads = ExitHeads(access, weights, tokens)
         # A bias is in units of the hidden state, whose size differs from layer to layer.
         sizes = torch.cat(self._states.of(texts[:8])).float().pow(2).mean((0, 2)).sqrt()
         self._sizes = dict(zip(self.depths, sizes.tolist(), strict=False))
@@ -198,7 +197,7 @@ class ExitTrainer(StatesTraining):
         return {
             "top1": round(sum(report["agreement"] for report in own) / len(own), 4),
             "layers": own,
-            "lens": self.reports(LogitLens(self._access), texts),
+            "lens": self.reports(ExitHeads(self._access), texts),
         }
 
     @torch.no_grad()

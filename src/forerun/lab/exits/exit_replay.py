@@ -197,13 +197,13 @@ def _outputs(
     model = access.model
     vocab = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.tensor([[*text.prompt, *text.output][:-1]], device=model.device)
-    hidden, mask, positions = access.open(ids)
-    at, out = 0, []
+    hidden, at = access.open(ids)
+    depth, out = 0, []
     noise = Noise.of(text.sampling, text.prompt)
     sampler = Sampler([text.sampling], [text.eos], [noise])
     row: Any = SimpleNamespace(context=text.prompt, prompt=len(text.prompt))
     for layer in layers:
-        hidden, at = access.run(hidden, at, layer, mask, positions), layer
+        hidden, depth = access.run(hidden, depth, layer, at), layer
         logits = heads.logits(layer, hidden[0, len(text.prompt) - 1 :])
         whole = spread(logits, heads.tokens, vocab)
         tokens = sampler.process(whole.unsqueeze(0), [row], [text.output])[0].argmax(-1)
@@ -239,10 +239,10 @@ def view_layers(model: Any, text: Sequence[int], count: int) -> LayerView:
     cannot be run one by one."""
     access = LayerAccess(model.eval())
     ids = torch.tensor([list(text)[:-1]], device=model.device)
-    hidden, mask, positions = access.open(ids)
+    hidden, at = access.open(ids)
     tokens, probs = [], []
     for layer in range(access.layers):
-        hidden = access.run(hidden, layer, layer + 1, mask, positions)
+        hidden = access.run(hidden, layer, layer + 1, at)
         best = access.logits(hidden[0, -count:]).float().softmax(-1).max(-1)
         tokens.append(best.indices.tolist())
         probs.append(best.values.tolist())

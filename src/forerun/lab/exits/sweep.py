@@ -23,7 +23,6 @@ from forerun.runtime.base import Rows
 from forerun.runtime.drafts import own_draft
 from forerun.runtime.exits import exit_rows, layers_of
 from forerun.runtime.heads import ExitHeads, load_heads
-from forerun.runtime.layers import LogitLens
 from forerun.settings import Settings
 
 SCHEMA = 1
@@ -193,7 +192,7 @@ class Sweep:
         self._model, self._width, self._seed = model, width, seed
         self._fast, self._trained = exit_rows(model.target.executor.module()), bool(trained)
         self._access = layers_of(self._fast).access
-        self._heads: Any = load_heads(trained, self._access) if trained else LogitLens(self._access)
+        self._heads: Any = load_heads(trained, self._access) if trained else ExitHeads(self._access)
         self.search: ExitSearch | None = None  # those scored; there once costs are measured
         self._fastest: Setting | None = None
 
