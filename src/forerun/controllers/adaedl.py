@@ -1,11 +1,11 @@
 """`adaedl`: stop by an entropy bound, adapted to a wanted acceptance rate."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from forerun.checks import Share, Whole, Within
 from forerun.controllers.base import Threshold
-from forerun.controllers.elementwise import clip, maximum, select, sqrt, where
+from forerun.controllers.elementwise import clip, maximum, sqrt, where
 from forerun.types import RoundOutcome
 
 
@@ -46,13 +46,10 @@ class AdaEDL(Threshold):
     length: Whole = 20
     keep: bool = True
 
-    signal: ClassVar[str] = "entropy"
+    signal = "entropy"
 
     def start(self, certain: bool = True, before: Any = None) -> AdaEDLState:
         return AdaEDLState(float(self.threshold), float(self.target))
-
-    def limit(self, state: AdaEDLState) -> int:
-        return self.length
 
     def sure(self, state: AdaEDLState, signal: float) -> bool:
         """Whether the bound on the newest token's acceptance is high enough."""
@@ -67,4 +64,4 @@ class AdaEDL(Threshold):
         nudge = where(rate < self.target, self.epsilon, relaxed)
         # β₂·λ + (1 − β₂)·(λ + nudge), written so that a nudge of 0 leaves λ exactly where it is.
         threshold = clip(state.threshold + (1 - self.beta2) * nudge, 0.0, 1.0)
-        return select(round.teaches, AdaEDLState(threshold, rate), state)
+        return where(round.teaches, AdaEDLState(threshold, rate), state)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class Bandit(LengthPolicy):
     explore: Annotated[float, Within(0, 1000)] = 0.25
     seed: Whole = 0
 
-    rising: ClassVar[tuple[str, ...]] = ("low", "high")
+    rising = ("low", "high")
 
     @cached_property
     def arms(self) -> tuple[int, ...]:

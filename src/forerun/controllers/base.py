@@ -158,8 +158,12 @@ class Threshold(LengthPolicy):
     """
 
     signal: ClassVar[str]  # the field of `Token` it goes by
+    length: int  # the most tokens per round
     keep: bool = True  # whether the token at which the draft stopped stays in it
     stops_early: ClassVar[bool] = True
+
+    def limit(self, state: Any) -> int:
+        return self.length
 
     @abstractmethod
     def sure(self, state: Any, signal: float) -> bool:
@@ -177,31 +181,3 @@ class Threshold(LengthPolicy):
     def trim(self, state: Any, memo: bool) -> int:
         """The unsure token, unless it is kept."""
         return 0 if self.keep else where(memo, 0, 1)
-
-
-class Wrapper(LengthPolicy):
-    """Everything as the policy `inner` has it, but for what a subclass defines."""
-
-    inner: LengthPolicy
-
-    @property
-    def stops_early(self) -> bool:  # type: ignore[override]
-        return self.inner.stops_early
-
-    def signals(self, certain: bool) -> frozenset[str]:
-        return self.inner.signals(certain)
-
-    def start(self, certain: bool = True, before: Any = None) -> State:
-        return self.inner.start(certain, before)
-
-    def limit(self, state: Any) -> int:
-        return self.inner.limit(state)
-
-    def step(self, state: Any, memo: Memo, token: Token) -> tuple[bool, Memo]:
-        return self.inner.step(state, memo, token)
-
-    def trim(self, state: Any, memo: Memo) -> int:
-        return self.inner.trim(state, memo)
-
-    def observe(self, state: Any, round: RoundOutcome) -> State:
-        return self.inner.observe(state, round)

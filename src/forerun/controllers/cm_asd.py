@@ -1,7 +1,7 @@
 """`cm-asd`: as many tokens as the drafter's mean confidence suggests."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from forerun.checks import Count, Within
 from forerun.confidence import Confidence
@@ -51,8 +51,8 @@ class CMASD(Confidence, LengthPolicy):
     low: Count = 1
     high: Count = 12
     two_pass: bool = False
-    stops_early: ClassVar[bool] = True
-    rising: ClassVar[tuple[str, ...]] = ("low", "high")
+    stops_early = True
+    rising = ("low", "high")
 
     def signals(self, certain: bool) -> frozenset[str]:
         return self.reads

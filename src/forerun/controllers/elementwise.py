@@ -20,10 +20,12 @@ _Array = np.ndarray
 
 
 def where(condition: Any, yes: Any, no: Any) -> Any:
-    """`yes` where the condition holds, else `no`; both were computed."""
-    if isinstance(condition, _Array):
+    """The one tree where the condition holds, else the other; both were computed."""
+    if not isinstance(condition, _Array):
+        return yes if condition else no
+    if not isinstance(yes, tuple):
         return np.where(condition, yes, no)
-    return yes if condition else no
+    return mapped(lambda a, b: np.where(condition, a, b), yes, no)
 
 
 def minimum(a: Any, b: Any) -> Any:
@@ -123,13 +125,6 @@ def taken(tree: Any, index: IntArray) -> Any:
 def joined(one: Any, other: Any) -> Any:
     """A tree of the requests of both."""
     return mapped(lambda a, b: np.concatenate([a, b], axis=-1), one, other)
-
-
-def select(condition: Any, yes: Any, no: Any) -> Any:
-    """The one tree where the condition holds, else the other."""
-    if not isinstance(condition, _Array):
-        return yes if condition else no
-    return mapped(lambda a, b: np.where(condition, a, b), yes, no)
 
 
 def mapped(function: Callable[..., Any], *trees: Any) -> Any:

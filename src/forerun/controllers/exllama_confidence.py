@@ -1,7 +1,7 @@
 """`exllama-confidence`: stop when a rejection is likely, by bins of confidence counted online."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class ExLlamaConfidence(Persistent):
     high: Count = 4
     persistent: bool = True
 
-    stops_early: ClassVar[bool] = True
+    stops_early = True
 
     def signals(self, certain: bool) -> frozenset[str]:
         """The probability of the most likely token."""

@@ -1,7 +1,7 @@
 """`exllama-ema`: just above the accepted tokens; rest where none are accepted."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from forerun.checks import Count, Within
 from forerun.controllers.base import LengthPolicy
@@ -44,7 +44,7 @@ class ExLlamaEMA(LengthPolicy):
     probe_interval: Count = 16
     high: Count = 4
 
-    rising: ClassVar[tuple[str, ...]] = ("length", "high")
+    rising = ("length", "high")
 
     def start(self, certain: bool = True, before: Any = None) -> ExLlamaEMAState:
         # A start below `skip_ema` rests like any other average: the first probe is due later.

@@ -1,7 +1,7 @@
 """`gammatune`: moving average of accepted tokens, longer when all were accepted."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from forerun.checks import Count, Within
 from forerun.controllers.base import Persistent
@@ -31,7 +31,7 @@ class Window(Persistent):
     early_stop: Literal["update", "expand", "skip"] = "expand"
     expand: Literal["average", "next"] = "average"
     persistent: bool = False
-    rising: ClassVar[tuple[str, ...]] = ("low", "length", "high")
+    rising = ("low", "length", "high")
 
     def first(self) -> GammaTuneState:
         return GammaTuneState(float(self.length))

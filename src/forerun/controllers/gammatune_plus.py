@@ -1,7 +1,6 @@
 """`gammatune+`: gammatune, and stop when the drafter's top probability is low."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from forerun.checks import Share
 from forerun.controllers.base import Threshold
@@ -36,7 +35,7 @@ class GammaTunePlus(Window, Threshold):
     threshold: Share = 0.3
     keep: bool = True
 
-    signal: ClassVar[str] = "top1"
+    signal = "top1"
 
     def sure(self, state: GammaTuneState, signal: float) -> bool:
         """Whether the drafter was sure enough of its newest token."""

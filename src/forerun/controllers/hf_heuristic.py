@@ -1,7 +1,7 @@
 """`hf-heuristic`: all accepted: γ + 2, otherwise γ − 1 (transformers' heuristic)."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from forerun.checks import Count, Whole
 from forerun.controllers.base import Persistent
@@ -41,7 +41,7 @@ class HFHeuristic(Persistent):
     high: Count = 64
     persistent: bool = False
 
-    rising: ClassVar[tuple[str, ...]] = ("low", "length", "high")
+    rising = ("low", "length", "high")
 
     def first(self) -> HFHeuristicState:
         return HFHeuristicState(self.length)

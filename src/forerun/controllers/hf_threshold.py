@@ -1,7 +1,7 @@
 """`hf-threshold`: stop when the drafted token's probability falls below a threshold."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -48,16 +48,13 @@ class HFThreshold(Persistent, Threshold):
     history: Annotated[int, Within(MORE_SAMPLES_THAN + 1)] = 512
     persistent: bool = False
 
-    signal: ClassVar[str] = "chosen"
+    signal = "chosen"
 
     def first(self) -> HFThresholdState:
         kept = self.history if self.dynamic else 0
         return HFThresholdState(
             float(self.threshold), np.full(kept, -1.0), np.zeros(kept, dtype=bool)
         )
-
-    def limit(self, state: HFThresholdState) -> int:
-        return self.length
 
     def sure(self, state: HFThresholdState, signal: float) -> bool:
         """Whether the newest token was probable enough."""

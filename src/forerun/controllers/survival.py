@@ -5,7 +5,7 @@ from typing import Annotated, Any, NamedTuple
 
 from forerun.checks import Share, Whole, Within
 from forerun.controllers.base import Chance, Forecaster, Outlook, mechanism
-from forerun.controllers.elementwise import largest, select, sigmoid, where
+from forerun.controllers.elementwise import largest, sigmoid, where
 from forerun.types import RoundOutcome, Token
 
 
@@ -90,7 +90,7 @@ class Survival(Forecaster):
             first, later = _counted(state)
             kept, following = (later if memo else first), later
         else:
-            by: LogOdds = select(state.certain, GREEDY, SAMPLED)
+            by: LogOdds = where(state.certain, GREEDY, SAMPLED)
             kept = sigmoid(by.drafted(token) + state.shift)
             following = sigmoid(by.following(token) + state.shift)
         chance = Chance(memo.kept * kept if memo else kept, following)
@@ -105,7 +105,7 @@ class Survival(Forecaster):
         state = state._replace(counts=self._counts(state, round))
         if not round.shows("logit_margin"):
             return state
-        by: LogOdds = select(state.certain, GREEDY, SAMPLED)
+        by: LogOdds = where(state.certain, GREEDY, SAMPLED)
         guess, weight, miss = by.first, state.weight, 0.0
         for i in range(most):
             inside, token = 0.5 * (i < count), round.tokens[i]
@@ -116,7 +116,7 @@ class Survival(Forecaster):
             guess = by.following(token)
         shift = state.shift + miss / (weight + self.weight)
         learned = state._replace(shift=shift, weight=weight)
-        return select(count > 0, learned, state)
+        return where(count > 0, learned, state)
 
     def _counts(self, state: SurvivalState, round: RoundOutcome) -> tuple[float, ...]:
         """What the state counts of first and later tokens, with one more round."""

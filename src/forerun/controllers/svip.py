@@ -1,7 +1,7 @@
 """`svip`: stop when the entropy of the draft distribution is high."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from forerun.checks import Whole, Within
 from forerun.controllers.base import State, Threshold
@@ -32,10 +32,7 @@ class SVIP(Threshold):
     length: Whole = 40
     keep: bool = True
 
-    signal: ClassVar[str] = "entropy"
-
-    def limit(self, state: State) -> int:
-        return self.length
+    signal = "entropy"
 
     def sure(self, state: State, signal: float) -> bool:
         """Whether the newest token's distribution was certain enough."""

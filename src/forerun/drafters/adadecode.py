@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from forerun.checks import Count, Named, Within
 from forerun.drafters.base import Drafter, DrafterSpec
@@ -31,7 +31,7 @@ class AdaDecode(DrafterSpec):
     training.
     """
 
-    on_torch: ClassVar[bool] = True
+    on_torch = True
     threshold: Annotated[float, Within(0, inf)] = 0.75
     most: Count = 5
     layers: int | str | None = None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -72,7 +72,7 @@ class Kangaroo(TrainedDraft):
     code, in which the unsure token stays in the draft (`keep`).
     """
 
-    on_torch: ClassVar[bool] = True
+    on_torch = True
 
     threshold: Share = 0.6
     most: Count = 6

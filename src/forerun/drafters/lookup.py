@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from forerun.checks import Count
 from forerun.drafters.base import Drafter, DrafterSpec
@@ -46,7 +46,7 @@ class Lookup(DrafterSpec):
 
     n: Count = 3
     least: Count = 2
-    rising: ClassVar[tuple[str, ...]] = ("least", "n")
+    rising = ("least", "n")
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
         return LookupDrafter(self.n, self.least)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -74,7 +74,7 @@ class Medusa(TrainedDraft):
     Reference: Cai et al. 2024 (Medusa) [medusa2024].
     """
 
-    on_torch: ClassVar[bool] = True
+    on_torch = True
 
     heads: Count | None = None
 

@@ -1,7 +1,7 @@
 """`mtp`: a layer that the target's own checkpoint brings for it drafts (MTP)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ class MTP(DrafterSpec):
     transformers.
     """
 
-    on_torch: ClassVar[bool] = True
+    on_torch = True
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         head = MtpHead(model_on_torch(target, "mtp"))

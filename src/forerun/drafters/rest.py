@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class REST(DrafterSpec):
     n: Count = 16
     least: Count = 2
     most: Count = 2000
-    rising: ClassVar[tuple[str, ...]] = ("least", "n")
+    rising = ("least", "n")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 
@@ -141,7 +141,7 @@ class SpecBound(DrafterSpec):
     what it says of it.
     """
 
-    on_torch: ClassVar[bool] = True
+    on_torch = True
     threshold: Annotated[float, Within(0, inf)] | None = None
     anneal: Annotated[float, Within(0, 1e6)] | None = None
     depth: Count | None = None

@@ -1,7 +1,6 @@
 """`block`: judge the draft as a whole; accepts no fewer than standard."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from forerun.arrays import beside, cast, library, numbers, one_hot, put, sample, softmax
 from forerun.rules.base import AcceptanceRule, match_greedy
@@ -16,8 +15,8 @@ class Block(AcceptanceRule):
     Reference: Sun et al. 2024 (block verification) [block2024], Algorithm 2.
     """
 
-    lossless: ClassVar[bool] = True
-    matches_greedy: ClassVar[bool] = True
+    lossless = True
+    matches_greedy = True
 
     def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Keep the longest prefix whose coin allows it, draw the next token."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from forerun.checks import Share
 from forerun.rules.base import PositionRule
@@ -34,7 +34,7 @@ class EARS(PositionRule):
     correction: Literal["residual", "target"] = "residual"
     excluded: bool = False
 
-    matches_greedy: ClassVar[bool] = True
+    matches_greedy = True
 
     def weigh(self, odds: Odds) -> Weighed:
         residual = self.correction == "residual"

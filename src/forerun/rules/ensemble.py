@@ -1,7 +1,6 @@
 """`ensemble`: sample from a mixture of target and draft."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from forerun.checks import Share
 from forerun.rules.base import PositionRule
@@ -22,7 +21,7 @@ class Ensemble(PositionRule):
 
     weight: Share = 0.9
 
-    matches_greedy: ClassVar[bool] = True
+    matches_greedy = True
 
     def weigh(self, odds: Odds) -> Weighed:
         """`min(1, 1 − w + w·target/draft)`."""

@@ -1,7 +1,6 @@
 """`exact`: accept while the draft is the target's arg-max; greedy requests only."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from forerun.errors import SettingError
 from forerun.rules.base import AcceptanceRule, match_greedy
@@ -16,10 +15,10 @@ class Exact(AcceptanceRule):
     [leviathan2023].
     """
 
-    lossless: ClassVar[bool] = True
-    matches_greedy: ClassVar[bool] = True
-    takes_leaves: ClassVar[bool] = True
-    greedy_only: ClassVar[bool] = True
+    lossless = True
+    matches_greedy = True
+    takes_leaves = True
+    greedy_only = True
 
     def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Compare with the arg-max; `uniforms` is not read."""

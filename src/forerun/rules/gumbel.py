@@ -1,7 +1,6 @@
 """`gumbel`: accept what the target draws itself, by the same noise as the draft."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from forerun.rules.base import AcceptanceRule, match_greedy
 from forerun.rules.exact import refuse_coins
@@ -15,10 +14,10 @@ class Gumbel(AcceptanceRule):
     Reference: Daliri et al. 2025 [daliri2025], by Gumbel sampling.
     """
 
-    lossless: ClassVar[bool] = True
-    matches_greedy: ClassVar[bool] = True
-    takes_leaves: ClassVar[bool] = True
-    gumbel_max: ClassVar[bool] = True
+    lossless = True
+    matches_greedy = True
+    takes_leaves = True
+    gumbel_max = True
 
     def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
         """Compare with the arg-max; `uniforms` is not read."""

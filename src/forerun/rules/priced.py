@@ -1,7 +1,7 @@
 """`priced`: standard, lenient where that saves rounds, at a price."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Priced(PositionRule):
     pace: Annotated[float, Within(0, 100)] = 0.1
     horizon: Annotated[int, Within(2)] = 8
 
-    matches_greedy: ClassVar[bool] = True
+    matches_greedy = True
 
     def weigh(self, odds: Odds) -> Weighed:
         """1 where keeping the token is worth the price. No token behind it has a say, so what is

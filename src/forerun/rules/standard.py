@@ -1,7 +1,6 @@
 """`standard`: accept with min(1, target/draft), correct from the residual."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from forerun.rules.base import PositionRule
 from forerun.rules.odds import Odds, Weighed
@@ -15,9 +14,9 @@ class Standard(PositionRule):
     Algorithm 2.
     """
 
-    lossless: ClassVar[bool] = True
-    matches_greedy: ClassVar[bool] = True
-    takes_leaves: ClassVar[bool] = True
+    lossless = True
+    matches_greedy = True
+    takes_leaves = True
 
     def weigh(self, odds: Odds) -> Weighed:
         return Weighed(odds.ratio)
