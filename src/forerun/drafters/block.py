@@ -18,7 +18,7 @@ from forerun.drafters.base import (
     Texts,
     TrainedDraft,
 )
-from forerun.drafters.stepping import ByPlace, step_by_step
+from forerun.drafters.stepping import by_place, step_by_step
 from forerun.runtime.base import CHUNK, Rows
 from forerun.runtime.grafts import load_graft, model_of
 
@@ -54,7 +54,7 @@ class BlockDrafter(RowsDrafter):
                 places = self._feed(texts, max(most))
             return places[:, place]
 
-        return step_by_step(ByPlace(ask), texts, most, guide)
+        return step_by_step(by_place(ask), texts, most, guide)
 
     def _feed(self, texts: Texts, count: int) -> torch.Tensor:
         """`(rows, count, V)` logits of what follows each text: one pass over what is new of it, and

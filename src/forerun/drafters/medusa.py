@@ -11,7 +11,7 @@ import torch
 
 from forerun.checks import Count
 from forerun.drafters.base import Drafter, Proposal, StepContext, Texts, TrainedDraft
-from forerun.drafters.stepping import ByPlace, step_by_step
+from forerun.drafters.stepping import by_place, step_by_step
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import spread
 from forerun.runtime.heads import MEDUSA, MedusaHeads, load_medusa
@@ -58,7 +58,7 @@ class MedusaDrafter(Drafter):
             self.seconds += time.perf_counter() - began
             return logits
 
-        return step_by_step(ByPlace(ask), known, [min(n, self._width) for n in most], guide)
+        return step_by_step(by_place(ask), known, [min(n, self._width) for n in most], guide)
 
 
 @dataclass(frozen=True)

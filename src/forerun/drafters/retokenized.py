@@ -188,7 +188,7 @@ class SharedTokensDrafter(RetokenizedDrafter):
         began = guide.clock()
         self._heads = self._begun(texts, most)
         try:
-            return step_by_step(self, texts, most, guide, began)
+            return step_by_step(self.step, texts, most, guide, began)
         finally:
             self._heads = []
 

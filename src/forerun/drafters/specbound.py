@@ -66,7 +66,7 @@ class SpecBoundDrafter(Drafter):
         return self.executor.access.layers / self.layers[-1]
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
-        return step_by_step(self, texts, most, guide)
+        return step_by_step(self.step, texts, most, guide)
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         """Logits of the exit each row's newest token took; rows that took none end as difficult."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 from forerun.drafters.base import Proposal, Step, StepContext, Texts
@@ -18,48 +19,35 @@ CHILDREN = 8  # most of a node of a tree
 NO_PLACES: Mapping[int, Sequence[int]] = {}  # of chains alone; see `Tree.places`
 
 
-class Stepper(Protocol):
-    """Something that says what may come next."""
-
-    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
-        """What follows each text; `greedy` as `StepContext.greedy`. None texts get no answer."""
+Steps = Callable[[Texts, frozenset[str] | None], Step]
+"""What follows each text, by `StepContext.greedy`. None texts get no answer."""
 
 
-class ByPlace:
+def by_place(ask: Callable[[int, Texts], torch.Tensor]) -> Steps:
     """Steps through a block: `(rows, V)` logits by the place in it, from 0 on, and the texts."""
-
-    def __init__(self, ask: Callable[[int, Texts], torch.Tensor]) -> None:
-        self._ask, self._place = ask, -1
-
-    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
-        self._place += 1
-        return Step(self._ask(self._place, texts))
+    places = count()
+    return lambda texts, greedy: Step(ask(next(places), texts))
 
 
 def step_by_step(
-    stepper: Stepper,
-    texts: Texts,
-    most: Sequence[int],
-    guide: StepContext,
-    since: float | None = None,
+    step: Steps, texts: Texts, most: Sequence[int], guide: StepContext, since: float | None = None
 ) -> Proposal:
-    """Draft for every row until its limit, its controller, the stepper or the text says stop. The
-    first step began at `since`, by the guide's clock, if texts were read before it."""
+    """Draft for every row until its limit, its controller, a step or the text says stop. The first
+    step began at `since`, by the guide's clock, if texts were read before it."""
     out = Proposal.none(len(texts))
     ahead: list[list[int] | None] = [None if t is None else list(t) for t in texts]
     active = [row for row, text in enumerate(ahead) if text is not None]
     began = guide.clock() if since is None else since
     while active:
-        step = stepper.step(ahead, guide.greedy)
-        drawing = active
-        if step.ended is not None:
+        said, drawing = step(ahead, guide.greedy), active
+        if said.ended is not None:
             # A row that ends here draws nothing: neither a token nor a coin.
             for row in active:
-                out.stopped_by[row] = step.ended[row]
-            drawing = [row for row in active if step.ended[row] is None]
+                out.stopped_by[row] = said.ended[row]
+            drawing = [row for row in active if said.ended[row] is None]
         if drawing:
-            drawing = guide.choose(step, ahead, drawing, out)
-        if step.ran:
+            drawing = guide.choose(said, ahead, drawing, out)
+        if said.ran:
             out.first_seconds = out.first_seconds or guide.clock() - began
             out.steps += 1
         going = guide.settle(drawing, most, out)
@@ -69,10 +57,13 @@ def step_by_step(
     return out
 
 
-class Brancher(Stepper, Protocol):
+class Brancher(Protocol):
     """A drafter that can be run along branches, if its executor can."""
 
     rows: Rows
+
+    def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
+        """As of `Steps`."""
 
     def branch(
         self, texts: Texts, wanted: Sequence[int], parents: Parents,
@@ -129,8 +120,8 @@ def branching(
     """`step_by_step`, with trees in the rows for which the guide wants some."""
     nodes = guide.trees(drafter.rows.limit) if drafter.rows.executor.trees else ()
     if not any(nodes):
-        return step_by_step(drafter, texts, most, guide, since)
-    stepper = Branching(drafter, texts, guide, nodes)
-    out = step_by_step(stepper, texts, most, guide, since)
-    out.trees = stepper.trees
+        return step_by_step(drafter.step, texts, most, guide, since)
+    along = Branching(drafter, texts, guide, nodes)
+    out = step_by_step(along.step, texts, most, guide, since)
+    out.trees = along.trees
     return out

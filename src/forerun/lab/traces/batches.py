@@ -160,7 +160,7 @@ class Recorded(Drafter):
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         self.begin(texts)
         depth = self.trace.depth  # beyond it there is nothing to propose
-        return step_by_step(self, texts, [min(n, depth) for n in most], guide)
+        return step_by_step(self.step, texts, [min(n, depth) for n in most], guide)
 
     def begin(self, texts: Texts) -> None:
         """Where each row's draft begins."""

@@ -127,7 +127,7 @@ class _Drafter(Recorded):
         self._target.behind_a_draft, self._first = True, not unread
         self.begin(texts)
         depth = self.trace.depth
-        out = step_by_step(self, texts, [min(n, depth) for n in most], guide, began)
+        out = step_by_step(self.step, texts, [min(n, depth) for n in most], guide, began)
         for row, shown in enumerate(out.shown):
             lengths[row] += max(len(shown) - 1, 0)
         return out
