@@ -178,8 +178,6 @@ class Drafter(ABC):
     model: Rows | None = None
     """A model of its own whose passes over tokens are its steps, if they need nothing else."""
     hears: bool = False  # whether it is told what the target said; see `hear`
-    shares_layers: bool = False
-    """Whether its steps run layers of the target, which the pass behind them leaves out."""
     target: Rows | None = None
     """The runtime to verify with, if it is one this drafter made because it shares it."""
 

@@ -17,8 +17,8 @@ from forerun.errors import SettingError
 from forerun.runtime.base import Rows
 
 SECONDS = (
-    "target", "caches", "limit", "model", "blind", "bonus", "hears", "shares_layers", "counters",
-    "ratio", "follow", "hear", "unread", "ahead",
+    "target", "caches", "limit", "model", "blind", "bonus", "hears", "counters", "ratio",
+    "follow", "hear", "unread", "ahead",
 )  # fmt: skip
 """What a chain has of its second drafter."""
 

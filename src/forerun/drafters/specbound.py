@@ -35,8 +35,6 @@ def temperature(layer: int, layers: int, anneal: float) -> float:
 class SpecBoundDrafter(Drafter):
     """Steps the target's own shallow layers; made by `SpecBound.build`."""
 
-    shares_layers = True
-
     def __init__(
         self,
         rows: Rows,

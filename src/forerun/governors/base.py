@@ -99,7 +99,6 @@ class Governor(Controller, ABC):
     slope: Annotated[float, Within(0, 1000)] | None = None
     high: Count = 32
 
-    name: ClassVar[str] = ""
     signals: ClassVar[frozenset[str]] = frozenset()
     """What a draft shall say of its tokens besides what the policy reads."""
 
