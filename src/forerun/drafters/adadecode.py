@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from forerun.checks import Count, Named, Within
 from forerun.drafters.base import Drafter, DrafterSpec
-from forerun.drafters.specbound import SpecBoundDrafter, check_heads, exits_of, listed
+from forerun.drafters.specbound import SpecBoundDrafter, exits_of, listed
 from forerun.runtime.base import Rows
 from forerun.runtime.exits import layers_of
 
@@ -53,6 +53,4 @@ class AdaDecode(DrafterSpec):
         if self.layers is None and heads:
             quarters = [quarter * layers / 4 for quarter in (1, 2, 3)]
             return tuple(sorted({min(heads, key=lambda n: abs(n - at)) for at in quarters}))
-        chosen = listed(str(self.layers or 1), self.kind)
-        check_heads(chosen, heads)
-        return tuple(sorted(set(chosen)))
+        return tuple(sorted({*listed(str(self.layers or 1), self.kind, heads)}))

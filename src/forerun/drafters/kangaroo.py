@@ -10,8 +10,11 @@ from forerun.checks import Count, Share
 from forerun.drafters.base import Drafter, Proposal, Step, StepContext, Texts, TrainedDraft
 from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.runtime.base import Rows
-from forerun.runtime.exits import KANGAROO, adapter_rows, layers_of
+from forerun.runtime.drafts import fill, read_about
+from forerun.runtime.exits import Adapter, LayersExecutor, layers_of
 from forerun.runtime.heads import ExitHeads
+from forerun.runtime.layers import LayerAccess
+from forerun.runtime.packing import pack
 from forerun.runtime.support import model_on_torch
 from forerun.types import Stop
 
@@ -21,7 +24,7 @@ class KangarooDrafter(SpecBoundDrafter):
 
     def __init__(self, rows: Rows, threshold: float, most: int, keep: bool = True) -> None:
         adapter, access = layers_of(rows).adapter, layers_of(rows).access
-        assert adapter is not None, "rows of `adapter_rows`"
+        assert adapter is not None, "rows with an adapter"
         # If unsure tokens stay, every one leaves at the exit, and the draft ends behind it.
         least = 0.0 if keep else threshold
         super().__init__(rows, ExitHeads(access), (adapter.depth,), least, 0.0, most)
@@ -80,6 +83,9 @@ class Kangaroo(TrainedDraft):
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """With a runtime of its own around the target's model (`Drafter.target`)."""
-        model = model_on_torch(target, KANGAROO)
-        rows = adapter_rows(model, self.folder(target))
+        model, folder = model_on_torch(target, self.kind), self.folder(target)
+        depth = int(read_about(folder, self.kind).settings.get("layers", 0))
+        adapter = Adapter(LayerAccess(model), depth)
+        fill(dict(adapter.named_parameters()), folder, self.kind, model)
+        rows = Rows(LayersExecutor(model, pack(adapter.to(model.device, model.dtype))))
         return KangarooDrafter(rows, self.threshold, self.most, self.keep)

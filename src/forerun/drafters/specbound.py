@@ -182,8 +182,7 @@ class SpecBound(DrafterSpec):
         )  # fmt: skip
         chosen: tuple[int, ...]
         if isinstance(self.layers, str):
-            chosen = listed(self.layers, self.kind)
-            check_heads(chosen, heads)
+            chosen = listed(self.layers, self.kind, heads)
         elif self.layers is None and self.exits:
             chosen = heads
         else:
@@ -197,13 +196,6 @@ class SpecBound(DrafterSpec):
                 f"{', '.join(map(str, heads))}"
             )
         return used
-
-
-def check_heads(layers: Sequence[int], heads: Sequence[int]) -> None:
-    """Raise `SettingError` unless every one of these layers has an exit head."""
-    if missing := [layer for layer in layers if layer not in heads]:
-        have = ", ".join(map(str, heads)) or "none"
-        raise SettingError(f"no exit head at layers {missing}; there are heads at {have}")
 
 
 def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHeads, str | None]:
@@ -233,9 +225,14 @@ def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHead
     return rows, load_heads(folder, access) if folder else ExitHeads(access), folder
 
 
-def listed(text: str, name: str) -> tuple[int, ...]:
-    """Layers from text like "2,4,6"; `name` is the drafter's, for the message."""
+def listed(text: str, name: str, heads: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Layers from text like "2,4,6", each with an exit head if these are known; `name` is the
+    drafter's, for the message. Raises `SettingError`."""
     words = [word.strip() for word in text.split(",")]
     good = all(word.isdecimal() and int(word) >= 1 for word in words)
     require(good, f"{name} layers", text, 'a whole number or text like "2,4,6"')
-    return tuple(map(int, words))
+    layers = tuple(map(int, words))
+    if heads is not None and (missing := [layer for layer in layers if layer not in heads]):
+        have = ", ".join(map(str, heads)) or "none"
+        raise SettingError(f"no exit head at layers {missing}; there are heads at {have}")
+    return layers

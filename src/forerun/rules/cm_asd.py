@@ -39,10 +39,7 @@ class CMASDRule(Confidence, PositionRule):
     tau: Annotated[float, Within(0, 100)] = 0.1
     gamma: Annotated[float, Within(0, 100)] = 0.4
 
-    @property
-    def reads_draft(self) -> bool:
-        """What the confidence is made of."""
-        return True
+    reads_draft = True  # the confidence is made of it
 
     def weigh(self, odds: Odds) -> Weighed:
         return within(odds, self.top, self.tau + self.gamma, self._margin)

@@ -18,6 +18,4 @@ class NoBonus(WrappedRule):
     False
     """
 
-    @property
-    def has_bonus(self) -> bool:
-        return False
+    has_bonus = False

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +14,10 @@ import torch
 from forerun.errors import PromptError, SettingError
 from forerun.runtime.attention import Mask, Parents
 from forerun.runtime.base import Pieces, Rows
-from forerun.runtime.drafts import fill, read_about
 from forerun.runtime.layers import LayerAccess, Placed
-from forerun.runtime.packing import pack
 from forerun.runtime.padded import picker
 from forerun.runtime.torch_executor import TorchExecutor
 
-KANGAROO = "kangaroo"
 Leave = Callable[[int, list[int], torch.Tensor], list[bool]]
 """`(depth, rows, hidden (n, H) of each row's newest token)` to which of the rows leave there."""
 
@@ -315,13 +311,3 @@ class Adapter(torch.nn.Module):
     def forward(self, access: LayerAccess, hidden: torch.Tensor, at: Placed) -> torch.Tensor:
         """`(n, width, H)` states for `LayerAccess.unembed`; as `LayerAccess.run`."""
         return self.norm(access.call([self.layer], hidden, at))
-
-
-def adapter_rows(model: Any, folder: str | Path) -> Rows:
-    """Rows of a model that drafts through the adapter of a folder; raises as `load_draft`, or
-    `UnsupportedModelError` if the model's layers cannot be called one by one."""
-    adapter = Adapter(
-        LayerAccess(model), int(read_about(folder, KANGAROO).settings.get("layers", 0))
-    )
-    fill(dict(adapter.named_parameters()), folder, KANGAROO, model)
-    return Rows(LayersExecutor(model, pack(adapter.to(model.device, model.dtype))))
