@@ -39,15 +39,15 @@ def step_by_step(
     active = [row for row, text in enumerate(ahead) if text is not None]
     began = guide.clock() if since is None else since
     while active:
-        said, drawing = step(ahead, guide.greedy), active
-        if said.ended is not None:
+        answer, drawing = step(ahead, guide.greedy), active
+        if answer.ended is not None:
             # A row that ends here draws nothing: neither a token nor a coin.
             for row in active:
-                out.stopped_by[row] = said.ended[row]
-            drawing = [row for row in active if said.ended[row] is None]
+                out.stopped_by[row] = answer.ended[row]
+            drawing = [row for row in active if answer.ended[row] is None]
         if drawing:
-            drawing = guide.choose(said, ahead, drawing, out)
-        if said.ran:
+            drawing = guide.choose(answer, ahead, drawing, out)
+        if answer.ran:
             out.first_seconds = out.first_seconds or guide.clock() - began
             out.steps += 1
         going = guide.settle(drawing, most, out)
