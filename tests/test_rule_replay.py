@@ -35,7 +35,7 @@ V, K, ROWS = 9, 5, 40
 EVERY = (
     "standard", "ears(beta=0.4)", "ensemble(weight=0.5)", "typical", "spec-verification(tau=1)",
     "cm-asd(tau=0.5,gamma=1)", "easd(entropy=1.2,overlap=0.6)", "easd(entropy=1,bonus=untested)",
-    "priced(start=0.4)", "priced(start=0.4,floor=0.3)", "no-bonus(ears(beta=0.4))",
+    "priced(start=0.4)", "priced(start=0.6)", "no-bonus(ears(beta=0.4))",
     "budget(ears(beta=0.4),drift=0.05)",
 )  # fmt: skip
 

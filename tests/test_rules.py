@@ -84,7 +84,7 @@ CASES = {
         "budget(budget(typical, drift=0.3), drift=0)",
         "budget(no-bonus(cm-asd), drift=0.1)",
     ],
-    "priced": ["priced", "priced(drift=0.5,floor=0,start=0.3,pace=2)", "priced(start=0)"],
+    "priced": ["priced", "priced(drift=0.5,start=0.3,pace=2)", "priced(start=0)"],
     "no-bonus": ["no-bonus(cm-asd)", "no-bonus(easd(entropy=0.5,overlap=0,bonus=untested))"],
 }
 BAD = {
@@ -134,7 +134,6 @@ BAD = {
     "ensemble": ["weight=-0.1", "weight=1.1", "weight=true", "weight='x'"],
     "priced": [
         "drift=-1",
-        "floor=2",
         "start='x'",
         "start=-0.1",
         "pace=-1",

@@ -21,7 +21,6 @@ class Priced(PositionRule):
 
     Args:
         drift: what a request's mean drift per token is steered to, in [0, 1].
-        floor: least share of the target's highest probability that such a token has, in [0, 1].
         start: the price, rounds a unit of drift must save, before anything was spent, in [0, 2].
         pace: how much a unit of drift spent above the budget adds to the price, ≥ 0.
         horizon: tokens that a draft is taken to have, ≥ 2; how many it has in the end may depend on
@@ -29,7 +28,6 @@ class Priced(PositionRule):
     """
 
     drift: Share = 0.02
-    floor: Share = 0.0
     start: Annotated[float, Within(0, 2)] = 0.9
     pace: Annotated[float, Within(0, 100)] = 0.1
     horizon: Annotated[int, Within(2)] = 8
@@ -40,9 +38,7 @@ class Priced(PositionRule):
         """1 where keeping the token is worth the price. No token behind it has a say, so what is
         emitted there stays the target's own."""
         ratio = odds.ratio
-        token = odds.tokens
-        asked = odds.inside & (ratio < 1) & (token.logits[..., 0] > -np.inf)
-        asked &= (token.target >= self.floor * odds.top)[..., 0]
+        asked = odds.inside & (ratio < 1) & (odds.tokens.logits[..., 0] > -np.inf)
         asked[:, -1] = False  # nothing is drafted behind it
         asked[:, :-1] &= odds.inside[:, 1:]
         if not asked.any():
