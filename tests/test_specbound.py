@@ -22,7 +22,7 @@ from forerun.model import Model
 from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.cache import cache_argument
-from forerun.runtime.exits import LayersExecutor, exit_rows, layers_of
+from forerun.runtime.exits import LayersExecutor, layers_of
 from forerun.runtime.heads import ExitHeads
 from forerun.runtime.layers import LayerAccess
 from forerun.testing import ScriptedModel
@@ -64,6 +64,15 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 def plainly(model: Any, prompts: list[list[int]], **how: Any) -> list[list[int]]:
     plain = Model(torch_rows(model), DRAFTERS.make("none").build(None, None))
     return [c.tokens for c in plain.generate(prompts, ignore_eos=True, **how)]
+
+
+def exit_rows(model: Any) -> Rows:
+    return Rows(LayersExecutor(model))
+
+
+def depths_of(rows: Rows) -> list[list[int]]:
+    """Per row the depths that its pending tokens have come to."""
+    return [[token.depth for token in row] for row in layers_of(rows)._pending]
 
 
 class Gain:
@@ -161,7 +170,7 @@ def test_greedy_equals_plain_whatever_the_exits(
         assert layers_of(rows).work.passes("draft", "verify") - before == LAYERS * fed
         alive = [contexts[i] for i in order if i not in done][: len(rows.lengths)]
         check_cache(rows, alive)
-        assert not any(layers_of(rows).pending)
+        assert not any(depths_of(rows))
     assert [done[i].tokens for i in order] == plainly(model, prompts, max_new_tokens=12)
     assert set(heads.asked) <= layers - {LAYERS}
 
@@ -215,18 +224,18 @@ def test_states_keys_and_logits_equal_a_plain_forward(data: st.DataObject) -> No
                 wanted = forward(model, shown[row]).hidden_states[layer][0, -1]
                 close(hidden, wanted)
             for row in climbing:
-                depths = layers_of(rows).pending[row]
+                depths = depths_of(rows)[row]
                 assert depths == sorted(depths, reverse=True)
                 assert depths[-1] == min(exits[row], LAYERS - 1)
                 drafts[row].append(data.draw(token))
-        pending = sum(sum(d) for d in layers_of(rows).pending)
+        pending = sum(sum(d) for d in depths_of(rows))
         assert (
             layers_of(rows).work.passes("draft", "verify") - before == pending
         )  # nothing was run twice
         pieces = [[c[-1], *d] for c, d in zip(contexts, drafts, strict=True)]
         for row, piece in enumerate(pieces):  # a controller may drop the last drafted tokens
             del piece[1 + data.draw(st.integers(0, len(piece) - 1)) :]
-            needed += LAYERS * len(piece) + sum(layers_of(rows).pending[row][len(piece) :])
+            needed += LAYERS * len(piece) + sum(depths_of(rows)[row][len(piece) :])
         logits = rows.feed(pieces)
         assert layers_of(rows).work.passes("draft", "verify") - before == needed
         for row, piece in enumerate(pieces):
@@ -260,7 +269,7 @@ def test_layer_passes_of_one_round() -> None:
     for token, exit_at in ((5, 2), (6, 4), (7, 6), (8, 2)):
         layers_of(rows).climb(rows.lengths, [context], range(1, 8), Exits({0: exit_at}))
         context = [*context, token]
-    assert layers_of(rows).pending == [[6, 6, 6, 2]]
+    assert depths_of(rows) == [[6, 6, 6, 2]]
     # Layers 3-4 ran for the first two together, 5-6 for the first three.
     assert layers_of(rows).work.calls("draft") == 2 + 4 + 6 + 2
     assert layers_of(rows).work.passes("draft") == 6 + 6 + 6 + 2
@@ -344,7 +353,7 @@ def test_a_known_token_may_be_climbed_again() -> None:
     rows.read([context])
     layers_of(rows).climb(rows.lengths, [context], [1, 2], Exits({0: 2}))
     layers_of(rows).climb(rows.lengths, [context], [1], Exits({0: 1}))
-    assert layers_of(rows).pending == [[1]]
+    assert depths_of(rows) == [[1]]
     got = rows.feed([context[-1:]])[0, 0]
     close(got, forward(MODEL, context).logits[0, -1])
 
@@ -641,7 +650,7 @@ def test_an_error_in_the_middle_of_a_climb_leaves_the_model_usable() -> None:
     how: dict[str, Any] = {"controller": "fixed(6)", "max_new_tokens": 16, "ignore_eos": True}
     failed = fast.generate(texts(5, 8), **how)
     assert ["out of memory" in str(c.error) for c in failed] == [True, True]
-    assert rows.lengths == layers_of(rows).pending == []
+    assert rows.lengths == depths_of(rows) == []
     got = fast.generate(texts(5, 8), **how)
     assert [c.tokens for c in got] == plainly(MODEL, texts(5, 8), max_new_tokens=16)
 

@@ -20,8 +20,8 @@ from forerun.lab.exits.exit_costs import ExitCosts, _fit, measure
 from forerun.lab.exits.exit_replay import ANNEALS, ExitTrace, OwnText, Setting
 from forerun.lab.exits.sweep import ExitSearch, untuned
 from forerun.model import Model
-from forerun.runtime import torch_rows
-from forerun.runtime.exits import Work, exit_rows, layers_of
+from forerun.runtime import Rows, torch_rows
+from forerun.runtime.exits import LayersExecutor, Work, layers_of
 from forerun.runtime.heads import ExitHeads
 from forerun.runtime.layers import LayerAccess
 from tiny import build, texts
@@ -67,7 +67,7 @@ def written(sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[OwnTe
 
 def live(setting: Setting, text: OwnText, heads: Any = None) -> tuple[Work, list[tuple[int, int]]]:
     """What decoding takes: the model's counters, and drafted and accepted of every round."""
-    rows = exit_rows(MODEL)
+    rows = Rows(LayersExecutor(MODEL))
     drafter = SpecBoundDrafter(
         rows, heads or ExitHeads(layers_of(rows).access), setting.layers, setting.threshold,
         setting.anneal, setting.width, setting.bonus,
@@ -233,7 +233,7 @@ def test_settings_are_specs_that_load() -> None:
 
 def test_measured_and_confirmed_on_a_tiny_model() -> None:
     model = Model(torch_rows(MODEL), DRAFTERS.make("none").build(None, None))
-    rows = exit_rows(MODEL)
+    rows = Rows(LayersExecutor(MODEL))
     heads = ExitHeads(layers_of(rows).access)
     short = replace(SAMPLINGS[0], max_new_tokens=10)
     made = list(sweep.written(model, [(p, short) for p in PROMPTS[:2]]))

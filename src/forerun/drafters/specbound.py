@@ -16,7 +16,7 @@ from forerun.drafters.stepping import step_by_step
 from forerun.errors import ForerunWarning, SettingError, require
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import own_draft, spread
-from forerun.runtime.exits import exit_rows, layers_of
+from forerun.runtime.exits import LayersExecutor, layers_of
 from forerun.runtime.heads import ExitHeads, load_heads
 from forerun.types import Stop
 
@@ -211,7 +211,7 @@ def exits_of(target: Rows, exits: str | None, name: str) -> tuple[Rows, ExitHead
             f"{name} runs on torch, and this target on {target.facts.executor or 'none'}; use the "
             "runtime torch"
         )
-    rows = exit_rows(model)
+    rows = Rows(LayersExecutor(model))
     access = layers_of(rows).access
     folder = own_draft(target.facts.name, "exits") if exits is None else exits
     if folder is None:

@@ -97,11 +97,6 @@ class LayersExecutor(TorchExecutor):
             layer = self.facts.token_bytes // self.access.layers
             self.facts = replace(self.facts, token_bytes=self.facts.token_bytes + layer)
 
-    @property
-    def pending(self) -> list[list[int]]:
-        """Per row the depths its pending tokens have come to."""
-        return [[token.depth for token in row] for row in self._pending]
-
     def reserve(self, rows: int, columns: int) -> None:
         super().reserve(rows, columns)
         self._grow(rows)
@@ -276,13 +271,8 @@ class LayersExecutor(TorchExecutor):
         return self.access.logits(self._through(hidden, 0, self.access.layers, at))
 
 
-def exit_rows(model: Any) -> Rows:
-    """Rows of a Hugging Face model that also drafts; see `LayersExecutor`."""
-    return Rows(LayersExecutor(model))
-
-
 def layers_of(rows: Rows) -> LayersExecutor:
-    """The executor of rows made by `exit_rows`."""
+    """The executor of rows of a model that also drafts."""
     assert isinstance(rows.executor, LayersExecutor), "these rows run whole models only"
     return rows.executor
 

@@ -21,7 +21,7 @@ from forerun.model import Model
 from forerun.prompts import Prompt
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import own_draft
-from forerun.runtime.exits import exit_rows, layers_of
+from forerun.runtime.exits import LayersExecutor, layers_of
 from forerun.runtime.heads import ExitHeads, load_heads
 from forerun.settings import Settings
 
@@ -190,7 +190,8 @@ class Sweep:
         self._exits = exits or (None if trained else "")
         """As a spec names the heads: the target's own need none, but that none are used is said."""
         self._model, self._width, self._seed = model, width, seed
-        self._fast, self._trained = exit_rows(model.target.executor.module()), bool(trained)
+        self._fast = Rows(LayersExecutor(model.target.executor.module()))
+        self._trained = bool(trained)
         self._access = layers_of(self._fast).access
         self._heads: Any = load_heads(trained, self._access) if trained else ExitHeads(self._access)
         self.search: ExitSearch | None = None  # those scored; there once costs are measured
