@@ -28,6 +28,17 @@ class Confidence:
 
     Works on numpy arrays and torch tensors alike.
 
+    Args:
+        entropy: λ1, weight of `1 − H/log|V|`, in [0, 1] (ours: equal weights).
+        margin: λ2, weight of the logit margin, in [0, 1].
+        softmax: λ3, weight of the softmax margin, in [0, 1]; all weights sum to 1.
+        sharpness: β of the logit margin's sigmoid, > 0 (ours).
+        literal: let entropy count as confidence, as printed.
+        normalized: whether the softmax margin is `(P1 − P2) / P1`, or `P1 − P2`; the paper has
+            both.
+        variance: weight of `s² / (1 + s²)`, s² the variance of the logits, in [0, 1]; the paper
+            names it besides the others, without a formula.
+
     Reference: CM-ASD, §III.B (1).
     """
 

@@ -88,7 +88,7 @@ class Card:
     @property
     def doc(self) -> str:
         """The docstring; behind its first paragraph what `methods/` has to say, if anything."""
-        text = inspect.getdoc(self.cls) or self.summary
+        text = _described(self.cls) or self.summary
         prose = files("forerun").joinpath("methods", self.kind, f"{self.name}.md")
         if not (self.cls.__module__.startswith("forerun.") and prose.is_file()):
             return text
@@ -99,6 +99,24 @@ class Card:
     def bibtex(self) -> str:
         own = str(getattr(self.cls, "bibtex", ""))
         return own or "\n".join(BIBTEX[key] for key in papers_of(self.cls) if key in BIBTEX)
+
+
+_SETTING = re.compile(r"^    (\w+): .*(?:\n {8,}.*)*", re.MULTILINE)
+
+
+def _described(cls: type[Any]) -> str:
+    """A docstring, with what bases say of settings that it leaves to them."""
+    texts = [inspect.getdoc(part) or "" for part in cls.__mro__]
+    parts = [text.partition("Args:\n")[2].partition("\n\n")[0] for text in reversed(texts)]
+    known = {match[1]: match[0] for part in parts for match in _SETTING.finditer(part)}
+    names = [f.name for f in fields(cls) if f.name in known and known[f.name] not in texts[0]]
+    first, *rest = texts[0].split("\n\n", 1)
+    if not names:
+        return texts[0]
+    more = "\n".join(["Args:", *map(known.__getitem__, names)])
+    if "Args:\n" in texts[0]:
+        return texts[0].replace("Args:", more, 1)
+    return "\n\n".join([first, more, *rest])
 
 
 def _literal(value: Any) -> str:

@@ -34,15 +34,6 @@ class CMASD(Confidence, LengthPolicy):
         high: k_max, tokens, ≥ low (ours; see `alpha`).
         two_pass: the literal form. Where coins decide the tokens the incremental one runs: a choice
             among drafts by what they say would make sampling lossy.
-        entropy: λ1, weight of `1 − H/log|V|`, in [0, 1] (ours: equal weights).
-        margin: λ2, weight of the logit margin, in [0, 1].
-        softmax: λ3, weight of the softmax margin, in [0, 1]; all weights sum to 1.
-        sharpness: β of the logit margin's sigmoid, > 0 (ours).
-        literal: let entropy count as confidence, as printed.
-        normalized: whether the softmax margin is `(P1 − P2) / P1`, or `P1 − P2`; the paper has
-            both.
-        variance: weight of `s² / (1 + s²)`, s² the variance of the logits, in [0, 1]; the paper
-            names it besides the others, without a formula.
 
     Reference: Sen et al. 2025 (CM-ASD) [cmasd2025], §III.B (1) and (b).
     """

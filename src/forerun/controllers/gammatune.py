@@ -20,7 +20,31 @@ class GammaTuneState(NamedTuple):
 
 @dataclass(frozen=True)
 class Window(Persistent):
-    """What `GammaTune` and `GammaTunePlus` do between rounds."""
+    """What `GammaTune` and `GammaTunePlus` do between rounds.
+
+    Args:
+        length: γ̄ of the first round, tokens, `low ≤ length ≤ high`. The paper averages over
+            starts from 1 to 24; 7 is ours (see `eta`).
+        eta: η, weight of the newest round, in (0, 1]. The paper gives no value; ours, by a
+            sweep over validation prompts (`benchmarks/results/sweep.md`).
+        delta: δ, tokens added to a fully accepted round, ≥ 0. The paper gives no value; ours, by
+            the same sweep.
+        low: γ_min, tokens, ≥ 1. The paper gives no value; 1 is the smallest that can learn.
+        high: γ_max, tokens. The paper gives no value; 24 is its largest starting length.
+        literal: run Algorithm 1 as printed (see below).
+        early_stop: what a fully accepted draft teaches that ended before γ by somebody's decision
+            (the confidence threshold of `gammatune+`, a difficult token). The paper does not say.
+            `"expand"`: `A + δ`, taking "all drafted were accepted" for "A = γ" (the default, best
+            in the sweep); `"update"`: `A` as it is, which is below γ and so pulls the window down
+            (the algorithm taken at its word); `"skip"`: nothing, as a longer draft was never
+            tried.
+        expand: what a fully accepted round lengthens. `"average"`: the A that enters γ̄, as §4.1
+            says; `"next"`: the next round's γ alone, which becomes `A + δ` (eq. 7), while γ̄ takes A
+            as it is.
+        persistent: whether a request starts from the window of the one that ended last
+            (`num_assistant_tokens_schedule="heuristic"` in `transformers`, the paper's code base),
+            instead of afresh. Requests with a seed that are sampled always start afresh.
+    """
 
     length: Count = 7
     eta: Annotated[float, Within(0, above=True)] = 0.3
@@ -63,29 +87,6 @@ class Window(Persistent):
 @dataclass(frozen=True)
 class GammaTune(Window):
     """Set γ to a moving average of the accepted tokens, and reach further when all were accepted.
-
-    Args:
-        length: γ̄ of the first round, tokens, `low ≤ length ≤ high`. The paper averages over
-            starts from 1 to 24; 7 is ours (see `eta`).
-        eta: η, weight of the newest round, in (0, 1]. The paper gives no value; ours, by a
-            sweep over validation prompts (`benchmarks/results/sweep.md`).
-        delta: δ, tokens added to a fully accepted round, ≥ 0. The paper gives no value; ours, by
-            the same sweep.
-        low: γ_min, tokens, ≥ 1. The paper gives no value; 1 is the smallest that can learn.
-        high: γ_max, tokens. The paper gives no value; 24 is its largest starting length.
-        literal: run Algorithm 1 as printed (see below).
-        early_stop: what a fully accepted draft teaches that ended before γ by somebody's decision
-            (the confidence threshold of `gammatune+`, a difficult token). The paper does not say.
-            `"expand"`: `A + δ`, taking "all drafted were accepted" for "A = γ" (the default, best
-            in the sweep); `"update"`: `A` as it is, which is below γ and so pulls the window down
-            (the algorithm taken at its word); `"skip"`: nothing, as a longer draft was never
-            tried.
-        expand: what a fully accepted round lengthens. `"average"`: the A that enters γ̄, as §4.1
-            says; `"next"`: the next round's γ alone, which becomes `A + δ` (eq. 7), while γ̄ takes A
-            as it is.
-        persistent: whether a request starts from the window of the one that ended last
-            (`num_assistant_tokens_schedule="heuristic"` in `transformers`, the paper's code base),
-            instead of afresh. Requests with a seed that are sampled always start afresh.
 
     Reference: Gautam et al. 2025 (GammaTune) [gammatune2025], §4.1 and Algorithm 1.
     """

@@ -320,8 +320,12 @@ class DrafterSpec(ABC):
 
 @dataclass(frozen=True)
 class TrainedDraft(DrafterSpec):
-    """The settings of a drafter that was trained for its target: a folder of `forerun train-draft`,
-    or None for the one of its kind in the target's own."""
+    """The settings of a drafter that was trained for its target.
+
+    Args:
+        path: a folder of `forerun train-draft`, trained for this target. None: the folder of the
+            drafter's name in the target's own, as the shipped ones have it.
+    """
 
     path: Annotated[str, Named("a folder of forerun train-draft, or none")] | None = None
 

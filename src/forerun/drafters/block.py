@@ -78,8 +78,6 @@ class BlockDraft(TrainedDraft):
     """A shallow decoder that proposes a block of tokens in one parallel pass.
 
     Args:
-        path: a folder of `forerun train-draft block`, trained for this target. None:
-            the folder `block` in the target's own, as the shipped translator has it.
         width: tokens proposed at most, ≥ 1; None: as many as it was trained for.
 
     Reference: Xia et al. 2023 (SpecDec) [specdec2023]; Sen et al. 2025 (CM-ASD) [cmasd2025] draft

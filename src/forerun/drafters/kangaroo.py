@@ -63,8 +63,6 @@ class Kangaroo(TrainedDraft):
     """Kangaroo: the target's first layers and a small adapter draft; no second model, one cache.
 
     Args:
-        path: a folder of `forerun train-draft kangaroo`. None: the folder `kangaroo` in the
-            target's own.
         threshold: η in [0, 1], the paper's 0.6; 0 never stops.
         most: γ, ≥ 1, the paper's 6. Both hold beside the length controller; `fixed(6)` or more
             leaves the length to Kangaroo alone.

@@ -66,8 +66,6 @@ class Medusa(TrainedDraft):
     """Medusa: heads on the target's last hidden state say the tokens after the next; no model.
 
     Args:
-        path: a folder of `forerun train-draft medusa`, trained for this target; None: the
-            folder `medusa` in the target's own.
         heads: how many are asked at most, ≥ 1; None: all (the paper trains 5, and so do we unless
             told otherwise).
 

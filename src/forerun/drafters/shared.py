@@ -13,10 +13,6 @@ from forerun.runtime.grafts import load_graft, model_of
 class SharedDraft(TrainedDraft):
     """One or two decoder layers on the states of an encoder-decoder target's encoder.
 
-    Args:
-        path: a folder of `forerun train-draft shared`, trained for this target. None:
-            the folder `shared` in the target's own, as the shipped translator has it.
-
     Reference: after the reduced decoder of the drafter of Sen et al. 2025 (CM-ASD) [cmasd2025] and
     the shared encoders of Gandhi et al. 2023 (distil-Whisper) [gandhi2023].
     """

@@ -92,6 +92,15 @@ class Governor(Controller, ABC):
 
     Subclasses are frozen dataclasses. What outlives a round is in the *pace*, a `NamedTuple` that
     the engine keeps; a `Plan` lives for one round. Everything is in Python's own numbers.
+
+    Args:
+        policy: what forecasts acceptance.
+        cost: c, one target pass over one draft step, > 0, or none to go by what is measured (the
+            default). Given, nothing is carried from one request to the next and each decides for
+            itself, which makes sampled texts repeatable.
+        slope: v, what each further token to judge adds to a target pass, in target passes, ≥ 0, if
+            `cost` is given (0.02, ours).
+        high: the most tokens per round, ≥ 1.
     """
 
     policy: Policy

@@ -19,10 +19,6 @@ class Goodput(Governor):
 
     Args:
         policy: what forecasts acceptance (`calibrated`; `survival` does, too).
-        cost: c, one target pass over one draft step, > 0, or none to go by what is measured. Given,
-            nothing is carried from one request to the next.
-        slope: v, what each further token to verify adds to a target pass, in target passes, ≥ 0
-            (0.02 if `cost` is given, ours).
         high: the most tokens per round, ≥ 1 (ours).
 
     Reference: Liu et al. 2024 (TurboSpec) [turbospec2024] (goodput as the objective); Cheng et al.

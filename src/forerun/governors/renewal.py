@@ -44,11 +44,6 @@ class Renewal(Governor):
 
     Args:
         policy: what forecasts acceptance.
-        cost: c, one target pass over one draft step, > 0, or none to go by what is measured (the
-            default). Given, nothing is carried from one request to the next and each decides for
-            itself, which makes sampled texts repeatable.
-        slope: v, what each further token to judge adds to a target pass, in target passes, ≥ 0, if
-            `cost` is given (0.02).
         high: the most tokens per round, ≥ 1. 32, beyond what pays for any drafter that costs time.
         interest: ε, share of every committed token that speculation may lose, ≥ 0.
         reserve: plain rounds that it may lose besides over all requests, ≥ 0, and most that is
