@@ -9,9 +9,9 @@ import torch
 import transformers as hf
 
 from forerun.errors import UnsupportedModelError
-from forerun.runtime import torch_rows
+from forerun.runtime import Rows, torch_rows
 from forerun.runtime.cache import cache_argument
-from forerun.runtime.exits import exit_rows, layers_of
+from forerun.runtime.exits import LayersExecutor, layers_of
 from forerun.runtime.heads import ExitHeads
 from forerun.runtime.layers import LayerAccess, Placed
 from tiny import CONFIGS, build, texts
@@ -72,7 +72,7 @@ def test_layers_read_and_write_a_cache(family: str) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_an_exit_model_with_nothing_pending_is_a_row_model(family: str) -> None:
     model, prompts = build(family), texts(5, 1, 9)
-    ours, plain = exit_rows(model), torch_rows(model)
+    ours, plain = Rows(LayersExecutor(model)), torch_rows(model)
     for rows in (ours, plain):
         rows.read(prompts)
     for wanted in ([1, 1, 1], [2, 1, 0]):
@@ -99,7 +99,7 @@ def test_families_are_proven_not_listed() -> None:
     assert LayerAccess(olmo).layers == 2
     opt = hf.OPTConfig(ffn_dim=48, word_embed_proj_dim=32, **sizes)
     with pytest.raises(UnsupportedModelError, match="opt model cannot be called one by one"):
-        exit_rows(hf.AutoModelForCausalLM.from_config(opt).eval())
+        LayersExecutor(hf.AutoModelForCausalLM.from_config(opt).eval())
 
 
 def test_a_model_that_calls_its_layers_otherwise_is_refused() -> None:
@@ -126,4 +126,4 @@ def test_a_model_that_calls_its_layers_otherwise_is_refused() -> None:
 @pytest.mark.parametrize("family", ["mistral-windowed", "qwen2-windowed"])
 def test_layers_with_sliding_windows_are_refused(family: str) -> None:
     with pytest.raises(UnsupportedModelError, match="see a sliding window"):
-        exit_rows(build(family))
+        LayersExecutor(build(family))
