@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.cli.parts import BIBTEX
+from forerun.cli.parts import BIBTEX, Card
 from forerun.controllers import CONTROLLERS
 from forerun.drafters import DRAFTERS
 from forerun.errors import SettingError, UnknownNameError
@@ -161,6 +161,19 @@ def test_plugins_by_entry_point(monkeypatch):
     assert registry.make(registry.text(Wordy("x y"))) == Wordy("x y")
     assert registry.text(Wordy()) == "wordy"
     assert seen == ["forerun.things"]
+
+
+def test_a_package_of_somebodys_own_says_what_its_methods_are():
+    class Own(Wordy):
+        """Count words, after Nobody et al. 2031 (Words) [nobody2031], §1."""
+
+        summary, bibtex = "count words", "@misc{nobody2031}"
+
+    card = Card("controllers", "own", Own)
+    assert (card.summary, card.bibtex) == ("count words", "@misc{nobody2031}")
+    assert card.paper == "Nobody et al. 2031 (Words)"
+    plain = Card("controllers", "wordy", Wordy)
+    assert (plain.summary, plain.paper, plain.bibtex) == ("", "", "")
 
 
 def test_text_of_a_part_nobody_registered():
