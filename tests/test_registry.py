@@ -173,7 +173,7 @@ def test_a_package_of_somebodys_own_says_what_its_methods_are():
     assert (card.summary, card.bibtex) == ("count words", "@misc{nobody2031}")
     assert card.paper == "Nobody et al. 2031 (Words)"
     plain = Card("controllers", "wordy", Wordy)
-    assert (plain.summary, plain.paper, plain.bibtex) == ("", "", "")
+    assert (plain.summary, plain.paper, plain.bibtex) == ("Names and settings in text form", "", "")
 
 
 def test_text_of_a_part_nobody_registered():

@@ -142,7 +142,7 @@ def described(kind: str) -> dict[str, str]:
 
 
 def summary_of(cls: type[Any]) -> str:
-    """One line on a method: its `summary`, or what its module says first, behind the name."""
+    """One line on a method: its `summary`, or how its module begins, behind the name if any."""
     first = (sys.modules[cls.__module__].__doc__ or "").partition("\n\n")[0]
     line = " ".join(first.split()).rpartition("`: ")[2]
     return str(getattr(cls, "summary", "") or line.removesuffix("."))
