@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib import import_module
 from importlib.resources import files
@@ -88,7 +88,7 @@ class Card:
     @property
     def doc(self) -> str:
         """The docstring; behind its first paragraph what `methods/` has to say, if anything."""
-        text = _described(self.cls) or self.summary
+        text = _described(self.cls, dict(self.settings)) or self.summary
         prose = files("forerun").joinpath("methods", self.kind, f"{self.name}.md")
         if not (self.cls.__module__.startswith("forerun.") and prose.is_file()):
             return text
@@ -104,19 +104,16 @@ class Card:
 _SETTING = re.compile(r"^    (\w+): .*(?:\n {8,}.*)*", re.MULTILINE)
 
 
-def _described(cls: type[Any]) -> str:
+def _described(cls: type[Any], settings: Iterable[str]) -> str:
     """A docstring, with what bases say of settings that it leaves to them."""
-    texts = [inspect.getdoc(part) or "" for part in cls.__mro__]
-    parts = [text.partition("Args:\n")[2].partition("\n\n")[0] for text in reversed(texts)]
+    own, *others = (inspect.getdoc(part) or "" for part in cls.__mro__)
+    parts = [text.partition("Args:\n")[2].partition("\n\n")[0] for text in (*others[::-1], own)]
     known = {match[1]: match[0] for part in parts for match in _SETTING.finditer(part)}
-    names = [f.name for f in fields(cls) if f.name in known and known[f.name] not in texts[0]]
-    first, *rest = texts[0].split("\n\n", 1)
-    if not names:
-        return texts[0]
-    more = "\n".join(["Args:", *map(known.__getitem__, names)])
-    if "Args:\n" in texts[0]:
-        return texts[0].replace("Args:", more, 1)
-    return "\n\n".join([first, more, *rest])
+    theirs = [known[name] for name in settings if known.get(name, own) not in own]
+    if theirs and "Args:\n" in own:
+        return own.replace("Args:", "\n".join(["Args:", *theirs]), 1)
+    first, *rest = own.split("\n\n", 1)
+    return "\n\n".join([first, "\n".join(["Args:", *theirs]), *rest]) if theirs else own
 
 
 def _literal(value: Any) -> str:
