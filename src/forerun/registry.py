@@ -82,10 +82,7 @@ def parse(text: str) -> Spec:
 
 def _took(tokens: Tokens, mark: str) -> bool:
     """Whether the next token is this one, which is taken away then."""
-    there = bool(tokens) and tokens[0][1] == mark
-    if there:
-        tokens.popleft()
-    return there
+    return bool(tokens) and tokens[0][1] == mark and bool(tokens.popleft())
 
 
 def _spec(tokens: Tokens, text: str) -> Spec:

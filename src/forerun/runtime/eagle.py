@@ -18,6 +18,7 @@ from forerun.runtime.attention import Parents, additive, hidden_columns
 from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.cache import RowCache, cache_argument
 from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, shapes_of
+from forerun.runtime.layers import Placed
 from forerun.runtime.packing import dense
 from forerun.runtime.padded import PaddedExecutor, PaddedPass
 from forerun.runtime.states import States
@@ -140,26 +141,19 @@ class StateHead(nn.Module, ABC):
         x = x + self.down(F.silu(gate) * up)
         return self.norm(x) if form.norm_output else x
 
-    def run(
-        self,
-        ids: torch.Tensor,
-        states: torch.Tensor,
-        places: torch.Tensor,
-        seen: torch.Tensor,
-        cache: RowCache,
-    ) -> torch.Tensor:
-        """`(n, tokens, D)` outputs of a pass that was opened in the cache: of `(n, tokens)` ids at
-        places, and states `(n, tokens, D)` of the token before each. `seen` `(n, 1, tokens,
-        columns)` says whether a token sees a column."""
+    def run(self, ids: torch.Tensor, states: torch.Tensor, at: Placed) -> torch.Tensor:
+        """`(n, tokens, D)` outputs of a pass that was opened in the cache: of `(n, tokens)` ids,
+        and states `(n, tokens, D)` of the token before each. The mask, `(n, 1, tokens, columns)`,
+        says whether a token sees a column."""
         grouped = self.form.heads != self.form.key_heads
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            keys, values = cache.update(key, value, 0)
+            keys, values = at.cache.update(key, value, 0)
             return F.scaled_dot_product_attention(
-                query, keys, values, attn_mask=seen, enable_gqa=grouped
+                query, keys, values, attn_mask=at.mask, enable_gqa=grouped
             )
 
-        return self.layer(ids, states, places, attend)
+        return self.layer(ids, states, at.positions, attend)
 
 
 class EagleHead(StateHead):
@@ -264,15 +258,10 @@ class MtpHead:
         """`(..., H)` of the target's last states: what its head reads, behind the final norm."""
         return self._norm(states)
 
-    def run(
-        self,
-        ids: torch.Tensor,
-        states: torch.Tensor,
-        places: torch.Tensor,
-        seen: torch.Tensor,
-        cache: RowCache,
-    ) -> torch.Tensor:
-        model = self._model
+    def run(self, ids: torch.Tensor, states: torch.Tensor, at: Placed) -> torch.Tensor:
+        """As of `StateHead`."""
+        (seen, places, cache), model = at, self._model
+        assert seen is not None
         tokens = model.embed_tokens(ids)
         turns = None if model.rotary_emb is None else model.rotary_emb(tokens, position_ids=places)
         x: torch.Tensor = self._layer(
@@ -335,12 +324,8 @@ class HeadExecutor(PaddedExecutor):
         if self.head.first:  # what has no state before it is seen by itself alone
             seen &= (torch.arange(now.columns) >= self.head.first) | (places[..., None] == 0)
         places = places if tree is None else tree[0]
-        x = self.head.run(
-            now.ids,
-            torch.nn.utils.rnn.pad_sequence(given, batch_first=True).to(self.device),
-            places.to(self.device),
-            seen[:, None].to(self.device),
-            self.cache,
-        )
+        at = Placed(seen[:, None].to(self.device), places.to(self.device), self.cache)
+        states = torch.nn.utils.rnn.pad_sequence(given, batch_first=True).to(self.device)
+        x = self.head.run(now.ids, states, at)
         self._note(now, x)
         return self.head.logits(now.pick(x))
