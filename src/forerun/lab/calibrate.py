@@ -84,7 +84,7 @@ def easd(
     sampling: Sampling | Sequence[Sampling] | None = None,
     batch_size: int = 16,
     target_only: bool = False,
-    progress: Callable[[str, int], None] | None = None,
+    progress: Callable[[str, int], None] = lambda phase, done: None,
 ) -> Calibration:
     """τ_H of the rule `easd`: the mean of the target's highest entropies over validation prompts.
 
@@ -110,8 +110,7 @@ def easd(
     require(type(share) in (int, float) and 0 < share <= 1, "share", share, "in (0, 1]")
     if not prompts:
         raise PromptError("no prompts to calibrate on")
-    tell = progress or (lambda phase, done: None)
-    texts = _decode(model, prompts, sampling, batch_size, tell)
+    texts = _decode(model, prompts, sampling, batch_size, progress)
     of_target, of_draft = [], []
     for start in range(0, len(texts), batch_size):
         batch = texts[start : start + batch_size]
@@ -119,7 +118,7 @@ def easd(
         of_target.append(_entropies(model.target, batch, sources))
         if drafter is not None:
             of_draft.append(_entropies(drafter.rows, batch, drafter.readable(sources)))
-        tell("reading", start + len(batch))
+        progress("reading", start + len(batch))
     target = torch.cat(of_target)
     threshold, top = top_mean(target.tolist(), share)
     calibration = Calibration(threshold, share, top, len(prompts), Entropies.of(target))

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -199,9 +198,6 @@ class _RecordedText:
     Position n is the end of the text, where the target says nothing any more."""
     noise: Noise | None = None  # what is drawn by instead
     source: list[int] | None = None  # what an encoder reads
-
-    def upto(self, position: int) -> list[int]:
-        return [*self.context, *self.tokens[:position]]
 
 
 @dataclass
@@ -397,7 +393,7 @@ def _follow(
     """Draft the tails, a step of all of them at a time, as far as the contexts go."""
     sampler, coins = _samplers([texts[r] for r, _ in misses])
     stems: Any = [
-        SimpleNamespace(context=texts[r].upto(m), prompt=texts[r].prompt) for r, m in misses
+        replace(texts[r], context=[*texts[r].context, *texts[r].tokens[:m]]) for r, m in misses
     ]
     certain = sampler.certain.to(rows.device)
     ahead = [[int(drafts[r].tokens[m, 0])] for r, m in misses]

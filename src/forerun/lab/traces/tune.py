@@ -66,7 +66,7 @@ def tune(
     *,
     budget: int = 100,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = lambda name, done, total: None,
 ) -> Tuned:
     """Search the parameters of each controller for the highest speed-up on a trace.
 
@@ -117,7 +117,7 @@ def search(
     seed: int = 0,
     space: Space | None = None,
     make: Callable[[Mapping[str, Any]], Controller] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda name, done, total: None,
 ) -> SearchResult:
     """Search the parameters of a controller that `spec` does not set, or those of `space`, from
     whose values `make` builds one; an interrupt ends it early, with the best so far."""
@@ -132,10 +132,9 @@ def search(
     tried = Search[str](lambda text: speed(trace, text, cell))
     before, complete = tried.score(default), True
     trials, total = proposals(space, trace.depth, cell, budget, seed)
-    tell = progress or (lambda name, done, total: None)
     try:
-        tell(spec.name, 1, total)
-        tried.run(trials, made, lambda done: tell(spec.name, 1 + done, total))
+        progress(spec.name, 1, total)
+        tried.run(trials, made, lambda done: progress(spec.name, 1 + done, total))
     except KeyboardInterrupt:
         complete = False
     return SearchResult(

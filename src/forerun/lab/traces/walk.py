@@ -97,22 +97,6 @@ class Recorder(Engine):
         self.runs: dict[int, list[DraftedRun]] = {}
         """By request, in the order of its tokens, what was drafted before each."""
 
-    def record(
-        self, contexts: Sequence[Any], how: Sequence[Sampling], depth: int
-    ) -> list[list[int]]:
-        """The texts; arguments as for `walked`."""
-        rule = GumbelWithDraft() if self.drafter.has_distribution else Gumbel()
-        ids = [
-            self.submit(Request(prompt, sampling, FullDepth(depth), rule, source))
-            for (prompt, source), sampling in zip(contexts, how, strict=True)
-        ]
-        self.runs = {number: [] for number in ids}
-        done = {event.request: event.completion for event in self.run() if event.completion}
-        for completion in done.values():
-            if completion.error is not None:
-                raise GenerationError(completion.error, completion)
-        return [done[number].tokens for number in ids]
-
     def _judge(self, proposal: Proposal, pieces: Pieces, wanted: Sequence[int]) -> Judgements:
         """Note what was drafted; the target's own token is all that stands."""
         logits = self.target.feed(pieces, wanted)
@@ -153,12 +137,18 @@ def walked(
     """Texts with their runs: of each the fields of its `Trace`, `(T,)` and `(T, K)`, K = `depth`;
     `contexts` are prompts and sources, as of `Model.context`, and `how` their settings, seeded."""
     recorder = Recorder(model, len(contexts))
+    rule = GumbelWithDraft() if model.drafter.has_distribution else Gumbel()
     try:
-        texts = recorder.record(contexts, how, depth)
+        for (prompt, source), sampling in zip(contexts, how, strict=True):
+            request = Request(prompt, sampling, FullDepth(depth), rule, source)
+            recorder.runs[recorder.submit(request)] = []
+        done = {event.request: event.completion for event in recorder.run() if event.completion}
     finally:
         recorder.clear()
-    runs = recorder.runs.values()
-    return [_fields(text, own, depth) for text, own in zip(texts, runs, strict=True)]
+    for completion in done.values():
+        if completion.error is not None:
+            raise GenerationError(completion.error, completion)
+    return [_fields(done[number].tokens, own, depth) for number, own in recorder.runs.items()]
 
 
 def _fields(text: Sequence[int], runs: Sequence[DraftedRun], depth: int) -> dict[str, Any]:
