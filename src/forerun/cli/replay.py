@@ -124,17 +124,15 @@ def _timed(
     trace: Trace, cell: Cell, controllers: Mapping[str, Any], clock: str, seed: int, as_json: bool
 ) -> None:
     """Ratios to plain decoding, prompt by prompt, under a made-up clock."""
-    from forerun.lab.traces.virtual import in_order, timed
+    from forerun.lab.traces.virtual import in_order, ratios, timed
 
     rows, order = {}, in_order(trace, seed)
     with progress("replaying", len(controllers)) as tell:
         for spec, made in controllers.items():
             done = timed(trace, made, cell, order, clock, seed)
-            rows[spec] = {"total": done.total, **done.quantiles(done.seconds)}
-            rows["plain"] = {
-                "total": float(done.plain.sum() / done.again.sum()),
-                **done.quantiles(done.again),
-            }
+            rows[spec], rows["plain"] = (
+                ratios(done.plain, seconds) for seconds in (done.seconds, done.again)
+            )
             tell("replaying", len(rows) - 1)
     if as_json:
         return print_json({"clock": clock, "seed": seed, "ratios": rows})

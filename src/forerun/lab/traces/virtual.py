@@ -147,17 +147,14 @@ class Timed:
     plain: FloatArray  # of plain decoding under a noise of its own
     again: FloatArray  # of plain decoding under another: what a ratio is that nothing made slower
 
-    @property
-    def total(self) -> float:
-        """All plain seconds over all seconds."""
-        return float(self.plain.sum() / self.seconds.sum())
 
-    def quantiles(self, seconds: FloatArray) -> dict[str, float]:
-        """Of plain seconds over these, prompt by prompt."""
-        ratio = self.plain / seconds
-        low = {"min": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5}
-        out = {name: float(np.quantile(ratio, at)) for name, at in low.items()}
-        return out | {"below 0.98": float((ratio < 0.98).mean())}
+def ratios(plain: FloatArray, seconds: FloatArray) -> dict[str, float]:
+    """Plain seconds over seconds, `(n,)` both: of all, quantiles prompt by prompt, and the share of
+    prompts that lost."""
+    ratio, low = plain / seconds, {"min": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5}
+    out = {name: float(np.quantile(ratio, at)) for name, at in low.items()}
+    total = float(plain.sum() / seconds.sum())
+    return {"total": total, **out, "below 0.98": float((ratio < 0.98).mean())}
 
 
 def in_order(trace: Trace, seed: int) -> IntArray:
