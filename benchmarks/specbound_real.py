@@ -15,7 +15,6 @@ import torch
 import forerun
 from benchmarks.common import provenance, save, table
 from benchmarks.starting_lengths import chats
-from forerun.lab.exits.exit_costs import ExitCosts
 from forerun.lab.exits.exit_replay import ExitTrace, OwnText, Setting
 from forerun.lab.exits.sweep import ExitSearch, candidates, written
 from forerun.runtime.drafts import ABOUT
@@ -98,7 +97,8 @@ def _replayed(access: LayerAccess, heads: ExitHeads, texts: list[OwnText]) -> di
     trace = ExitTrace.record(access, heads, layers, texts)
     whole = _projection(access, access.unembedding.shape[0])
     asked = whole if heads.tokens is None else _projection(access, len(heads.tokens))
-    costs = ExitCosts(1.0, asked, 0.0, whole, access.layers + whole)
+    costs = {"layers": 1.0, "exits": asked, "steps": 0.0, "rounds": whole}
+    costs["plain"] = access.layers + whole
     search = ExitSearch(trace, costs)
     depths = layers[1::2]
     used = [(d,) for d in depths] + [tuple(n for n in layers if n <= d) for d in depths]

@@ -16,7 +16,7 @@ from forerun.drafters.specbound import SpecBound, SpecBoundDrafter
 from forerun.engine import Sampling
 from forerun.errors import SettingError
 from forerun.lab.exits import sweep
-from forerun.lab.exits.exit_costs import ExitCosts, _fit, measure
+from forerun.lab.exits.exit_costs import _fit, measure
 from forerun.lab.exits.exit_replay import ANNEALS, ExitTrace, OwnText, Setting
 from forerun.lab.exits.sweep import ExitSearch, untuned
 from forerun.model import Model
@@ -154,16 +154,18 @@ def test_what_cannot_be_replayed_is_said(recorded: ExitTrace) -> None:
         recorded.counts(Setting((1,), 0.5, 0.1, 3))
 
 
-def costs(**changed: float) -> ExitCosts:
+def costs(**changed: float) -> dict[str, float]:
     """A machine where a layer takes a second, an exit and a projection half of one."""
-    return replace(ExitCosts(1.0, 0.5, 0.0, 0.5, LAYERS + 0.5), **changed)
+    usual = {"layers": 1.0, "exits": 0.5, "steps": 0.0, "rounds": 0.5, "plain": LAYERS + 0.5}
+    return usual | changed
 
 
-def test_costs_weigh_counts() -> None:
-    counts = {"layers": 12, "exits": 3, "steps": 2, "rounds": 1}
-    made = costs(steps=0.25)
-    assert made.parts(counts) == {"layers": 12, "exits": 1.5, "steps": 0.5, "rounds": 0.5}
-    assert made.seconds(counts) == 14.5
+def test_costs_weigh_counts(recorded: ExitTrace) -> None:
+    setting = Setting((1, 4), 0.3, 0.5, 4)
+    counts = {name: values.sum() for name, values in recorded.counts(setting).items()}
+    parts = ExitSearch(recorded, costs(steps=0.25)).parts(setting)
+    own = [counts["layers"], counts["exits"] / 2, counts["steps"] / 4, counts["rounds"] / 2]
+    assert list(parts.values()) == pytest.approx([seconds / sum(own) for seconds in own])
 
 
 def test_fixed_costs_are_found_in_spite_of_disturbance() -> None:
@@ -239,7 +241,7 @@ def test_measured_and_confirmed_on_a_tiny_model() -> None:
     made = list(sweep.written(model, [(p, short) for p in PROMPTS[:2]]))
     assert [t.output for t in made] == [t.output for t in written(short)[:2]]
     measured = measure(model, rows, heads, EXITS, made, 4)
-    assert measured.layers + measured.rounds > 0 < measured.plain
+    assert measured["layers"] + measured["rounds"] > 0 < measured["plain"]
     search = ExitSearch(recording(made), measured, 4)
     settings = [Setting((1,), 0.2, 0.0, 4), Setting((5,), 0.0, 0.0, 2)]
     live_ = sweep.confirm(model, rows, heads, search, settings)

@@ -4,7 +4,8 @@ import json
 
 import torch
 
-from forerun.lab.exits.exit_replay import LayerView, view_layers
+from forerun.cli.layers import share_sure
+from forerun.lab.exits.exit_replay import view_layers
 
 
 def test_shows_every_layer_and_draws(forerun, pair, tmp_path):
@@ -25,16 +26,19 @@ def test_the_last_layer_is_the_model(pair):
     from transformers import AutoModelForCausalLM
 
     model, text = AutoModelForCausalLM.from_pretrained(pair.target), [5, 9, 3, 77, 12]
-    view = view_layers(model, text, 2)
+    tokens, probs = view_layers(model, text, 2)
     best = model(torch.tensor([text[:-1]])).logits[0, -2:].softmax(-1).max(-1)
-    assert view.tokens[-1] == best.indices.tolist()
-    torch.testing.assert_close(torch.tensor(view.probs[-1]), best.values, atol=1e-5, rtol=0)
+    assert tokens[-1] == best.indices.tolist()
+    torch.testing.assert_close(torch.tensor(probs[-1]), best.values, atol=1e-5, rtol=0)
 
 
 def test_sure_and_right():
-    view = LayerView([[1, 2, 3, 4], [1, 5, 3, 6]], [[0.9, 0.8, 0.2, 0.7], [1.0] * 4])
-    assert view.share_sure(0, 0.7) == (0.75, 1 / 3)
-    assert view.share_sure(1, 0.7) == (1.0, 1.0)
+    first, last = (
+        [{"id": i, "probability": p} for i, p in zip(ids, probs, strict=True)]
+        for ids, probs in (([1, 2, 3, 4], [0.9, 0.8, 0.2, 0.7]), ([1, 5, 3, 6], [1.0] * 4))
+    )
+    assert share_sure(first, last, 0.7) == (0.75, 1 / 3)
+    assert share_sure(last, last, 0.7) == (1.0, 1.0)
 
 
 def test_bad_settings_are_named(forerun, pair):

@@ -1,9 +1,8 @@
 """`forerun layers`: what every layer would say, and how sure it is."""
 
-from __future__ import annotations
-
 import io
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -17,11 +16,9 @@ from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, require
 from forerun.prompts import Prompt, read_text
 
-if TYPE_CHECKING:
-    from forerun.lab.exits.exit_replay import LayerView
-
 CELL = 8  # characters of a token that are shown
 WIDTH = 22  # of the columns before the tokens
+Layer = Sequence[dict[str, Any]]  # by position `id`, `token` and `probability`
 
 
 @options.command
@@ -54,48 +51,52 @@ def layers(
         how = {"controller": "fixed(0)", "sampling": rows[0].sampling}
         written = job.model.generate([rows[0].ids], **how)[0].tokens
         ids = [*rows[0].ids, *written]
-        view = view_layers(job.model.target.executor.module(), ids, len(written))
+        tokens, probs = view_layers(job.model.target.executor.module(), ids, len(written))
 
+    seen = [
+        [
+            {"id": token, "token": one_line(job.model.tokenizer.decode([token])), "probability": p}
+            for token, p in zip(*layer, strict=True)
+        ]
+        for layer in zip(tokens, probs, strict=True)
+    ]
     width = WIDTH + (CELL + 2) * len(written)
-
-    def word(token: int) -> str:
-        return one_line(job.model.tokenizer.decode([token]))
-
     if as_json:
-        print_json({
-            "target": job.about["target"],
-            "layers": [
-                [{"id": t, "token": word(t), "probability": p} for t, p in zip(*layer, strict=True)]
-                for layer in zip(view.tokens, view.probs, strict=True)
-            ],
-        })  # fmt: skip
+        print_json({"target": job.about["target"], "layers": seen})
     else:
         console = stdout()
         fitting = max((console.width - WIDTH) // (CELL + 2), 1)
         if not console.is_terminal:
             console.width, fitting = max(console.width, width), len(written)
-        console.print(_table(view, word, sure, fitting))
+        console.print(_table(seen, sure, fitting))
     if output is not None:
         drawn = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
-        drawn.print(_table(view, word, sure, len(written)))
+        drawn.print(_table(seen, sure, len(written)))
         drawn.save_svg(output, title="forerun layers")
 
 
-def _table(view: LayerView, word: Any, sure: float, most: int) -> RenderableType:
+def _table(layers: Sequence[Layer], sure: float, most: int) -> RenderableType:
     """A row per layer, the last on top; a column for each of the first `most` tokens."""
     made = table("layer", right=("sure", "right"), no_wrap=True)
-    for _ in view.tokens[0][:most]:
+    for _ in layers[-1][:most]:
         made.add_column("", no_wrap=True, width=CELL)
-    last = view.tokens[-1]
-    for layer in reversed(range(len(view.tokens))):
-        share, right = view.share_sure(layer, sure)
+    for number, layer in reversed(list(enumerate(layers, 1))):
+        share, right = share_sure(layer, layers[-1], sure)
         cells = [
-            Text(word(token)[:CELL], _style(token == best, prob, sure))
-            for token, prob, best in zip(view.tokens[layer], view.probs[layer], last, strict=True)
+            Text(own["token"][:CELL], _style(own["id"] == best["id"], own["probability"], sure))
+            for own, best in zip(layer, layers[-1], strict=True)
         ]
         known = "–" if right != right else f"{right:.0%}"
-        made.add_row(str(layer + 1), f"{share:.0%}", known, *cells[:most])
+        made.add_row(str(number), f"{share:.0%}", known, *cells[:most])
     return made
+
+
+def share_sure(layer: Layer, last: Layer, sure: float) -> tuple[float, float]:
+    """Share of positions at which a layer is sure, and how many of these are right: say what the
+    last layer says; NaN if there are none."""
+    pairs = zip(layer, last, strict=True)
+    right = [own["id"] == best["id"] for own, best in pairs if own["probability"] >= sure]
+    return len(right) / len(layer), sum(right) / len(right) if right else float("nan")
 
 
 def _style(right: bool, prob: float, sure: float) -> str:

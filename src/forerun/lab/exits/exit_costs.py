@@ -1,10 +1,9 @@
 """Costs of early exits on this machine, to turn counts into seconds."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,25 +23,11 @@ LIVE_TEXTS = 6  # texts that are decoded for the fixed costs
 LIVE_TOKENS = 32  # most tokens of each
 
 
-@dataclass(frozen=True)
-class ExitCosts:
-    """Seconds at batch size 1, of what `ExitTrace.counts` counts."""
-
-    layers: float  # one layer, for a token or for several at once
-    exits: float  # one exit: its head, and whether its confidence suffices
-    steps: float  # one token that climbs, beyond the above: the engine's work on it, a wider pass
-    rounds: float  # one round, beyond the above: the last projection, the engine
-    plain: float  # one token of plain decoding
-
-    def parts(self, counts: Mapping[str, Any]) -> dict[str, Any]:
-        """Seconds by what was counted, numbers or arrays."""
-        return {name: getattr(self, name) * counts[name] for name in COUNTED}
-
-    def seconds(self, counts: Mapping[str, Any]) -> Any:
-        return sum(self.parts(counts).values())
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: round(value * 1e3, 4) for name, value in asdict(self).items()}
+ExitCosts = dict[str, float]
+"""Seconds at batch size 1 of one of what `ExitTrace.counts` counts: `layers`, one layer, for a
+token or for several at once; `exits`, one exit: its head, and whether its confidence suffices;
+`steps`, one token that climbs, beyond the above: the engine's work on it, a wider pass; `rounds`,
+one round, beyond the above: the last projection, the engine; and `plain`, one plain token."""
 
 
 def speculating(model: Model, rows: Rows, heads: ExitHeads, setting: Setting) -> Model:
@@ -84,7 +69,7 @@ def measure(
     if not seen or not alone:
         raise PromptError("the texts are too short to time; give more prompts or more tokens")
     [plain] = _fit([([1.0], seconds) for seconds in alone])
-    return ExitCosts(**dict(zip(COUNTED, _fit(seen), strict=True)), plain=plain)
+    return {**dict(zip(COUNTED, _fit(seen), strict=True)), "plain": plain}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from forerun.runtime.drafts import own_draft
 from forerun.runtime.exits import LayersExecutor, layers_of
 from forerun.runtime.heads import ExitHeads, load_heads
 from forerun.settings import Settings
+from forerun.types import FloatArray
 
 SCHEMA = 1
 SHOWN = 8  # settings listed
@@ -41,14 +42,18 @@ class ExitSearch(Search[Setting]):
         self.exits, self.costs, self.width = exits, costs, width
 
     def _speed(self, setting: Setting) -> float:
-        plain = np.array([len(text.output) for text in self.exits.texts]) * self.costs.plain
-        return mean_speed(plain / self.costs.seconds(self.exits.counts(setting)))
+        plain = np.array([len(text.output) for text in self.exits.texts]) * self.costs["plain"]
+        return mean_speed(plain / sum(self._seconds(setting).values()))
+
+    def _seconds(self, setting: Setting) -> dict[str, FloatArray]:
+        """`(texts,)` by what is counted."""
+        counts = self.exits.counts(setting)
+        return {name: self.costs[name] * number for name, number in counts.items()}
 
     def parts(self, setting: Setting) -> dict[str, float]:
         """Share of the time of each part."""
-        parts = self.costs.parts(self.exits.counts(setting))
-        total = sum(seconds.sum() for seconds in parts.values())
-        return {name: float(seconds.sum() / total) for name, seconds in parts.items()}
+        parts = {name: seconds.sum() for name, seconds in self._seconds(setting).items()}
+        return {name: float(took / sum(parts.values())) for name, took in parts.items()}
 
     def top(self, count: int) -> list[Setting]:
         """The best settings that differ in more than threshold and annealing, best first."""
@@ -238,7 +243,7 @@ class Sweep:
             "untuned": None if usual is None else spec(usual),
             "time": {name: round(x, 4) for name, x in search.parts(fastest).items()},
             "sensitivity": search.sensitivity(fastest),
-            "costs_ms": costs.to_json(),
+            "costs_ms": {name: round(seconds * 1e3, 4) for name, seconds in costs.items()},
             "tried": len(search.scores),
             "positions": exits.positions,
             "about": {
