@@ -14,7 +14,7 @@ from forerun.drafters.none import NullDrafter
 from forerun.engine import Sampling
 from forerun.errors import PromptError, SettingError
 from forerun.lab import calibrate
-from forerun.lab.calibrate import Entropies, easd, top_mean
+from forerun.lab.calibrate import easd, statistics, top_mean
 from forerun.model import Model
 from forerun.rules import RULES
 from forerun.runtime import torch_rows
@@ -41,10 +41,10 @@ def test_the_share_counts_as_written():
 
 def test_statistics_of_entropies():
     values = np.random.default_rng(4).gamma(1, size=37)
-    entropies = Entropies.of(torch.tensor(values))
-    assert (entropies.steps, entropies.max) == (37, values.max())
-    assert entropies.mean == pytest.approx(values.mean(), abs=1e-12)
-    assert entropies.q95 == pytest.approx(np.quantile(values, 0.95), abs=1e-12)
+    entropies = statistics(torch.tensor(values))
+    assert (entropies["steps"], entropies["max"]) == (37, values.max())
+    assert entropies["mean"] == pytest.approx(values.mean(), abs=1e-12)
+    assert entropies["q95"] == pytest.approx(np.quantile(values, 0.95), abs=1e-12)
 
 
 def by_table() -> torch.Tensor:
@@ -74,9 +74,9 @@ def test_the_steps_are_those_of_the_decoding():
     steps = [known[i] for i in (0, 1, 2, 5, 6, 7, 0)]
     highest = sorted(steps)[-3:]
     assert result.entropy == pytest.approx(sum(highest) / 3, abs=1e-12)
-    assert (result.top, result.prompts, result.target.steps) == (3, 2, 7)
-    assert result.target.mean == pytest.approx(sum(steps) / 7, abs=1e-12)
-    assert result.target.median == pytest.approx(sorted(steps)[3], abs=1e-12)
+    assert (result.top, result.prompts, result.target["steps"]) == (3, 2, 7)
+    assert result.target["mean"] == pytest.approx(sum(steps) / 7, abs=1e-12)
+    assert result.target["median"] == pytest.approx(sorted(steps)[3], abs=1e-12)
     assert result.target == result.draft, "the draft is the target"
     assert result.both == pytest.approx(sum(h > result.entropy for h in steps) / 7)
 
@@ -86,20 +86,20 @@ def test_both_must_exceed_the_threshold():
     result = easd(scripted(sure), [[5]], sampling=Sampling(max_new_tokens=4), share=1)
     assert result.both == 0
     assert result.draft is not None
-    assert result.draft.max < 1e-5
+    assert result.draft["max"] < 1e-5
     wavering = sure.clone()
     wavering[6] = 0
     result = easd(scripted(wavering), [[5]], sampling=Sampling(max_new_tokens=4), share=1)
     assert result.both == 0.25, "after 6 both waver, after 5 and 7 the target alone"
     assert result.draft is not None
-    assert result.draft.max == pytest.approx(math.log(8))
+    assert result.draft["max"] == pytest.approx(math.log(8))
 
 
 def test_steps_beyond_the_drafts_context_are_left_out_of_its_figures():
     result = easd(scripted(by_table(), 3), [[0], [1, 2, 3]], sampling=Sampling(max_new_tokens=4))
-    assert result.target.steps == 8
+    assert result.target["steps"] == 8
     assert result.draft is not None
-    assert result.draft.steps == 2, "the first prompt with 1 and 2 tokens"
+    assert result.draft["steps"] == 2, "the first prompt with 1 and 2 tokens"
     with pytest.raises(PromptError, match="no prompt fits the draft"):
         easd(scripted(by_table(), 1), [[1, 2]], sampling=Sampling(max_new_tokens=2))
 
@@ -173,7 +173,7 @@ def test_an_interrupt_leaves_the_models_free():
     with pytest.raises(KeyboardInterrupt):
         easd(model, [[0], [1]], batch_size=1, progress=stop)
     assert model.target.lengths == []
-    assert easd(model, [[0]], sampling=Sampling(max_new_tokens=2)).target.steps == 2
+    assert easd(model, [[0]], sampling=Sampling(max_new_tokens=2)).target["steps"] == 2
 
 
 @pytest.fixture(scope="module")
@@ -210,11 +210,11 @@ def test_real_models_against_one_pass_over_the_text(pair, monkeypatch, elements)
     threshold = sum(sorted(of_target)[-count:]) / count
     assert result.top == count
     assert result.entropy == pytest.approx(threshold, abs=1e-10)
-    assert result.target.steps == len(of_target)
-    assert result.target.mean == pytest.approx(np.mean(of_target), abs=1e-10)
-    assert result.target.q99 == pytest.approx(np.quantile(of_target, 0.99), abs=1e-10)
+    assert result.target["steps"] == len(of_target)
+    assert result.target["mean"] == pytest.approx(np.mean(of_target), abs=1e-10)
+    assert result.target["q99"] == pytest.approx(np.quantile(of_target, 0.99), abs=1e-10)
     assert result.draft is not None
-    assert result.draft.mean == pytest.approx(np.mean(of_draft), abs=1e-10)
+    assert result.draft["mean"] == pytest.approx(np.mean(of_draft), abs=1e-10)
     both = [a > threshold and b > threshold for a, b in zip(of_target, of_draft, strict=True)]
     assert result.both == pytest.approx(np.mean(both))
     assert runtime.lengths == []
@@ -225,6 +225,6 @@ def test_a_full_context(pair):
     model = Model(runtime, ModelDrafter(torch_rows(pair[1]), runtime.vocab_size))
     [prompt] = texts(LIMIT - 4)
     result = easd(model, [prompt], sampling=Sampling(max_new_tokens=50, ignore_eos=True))
-    assert result.target.steps == 4
+    assert result.target["steps"] == 4
     assert result.draft is not None
-    assert result.draft.steps == 4
+    assert result.draft["steps"] == 4

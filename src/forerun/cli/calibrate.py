@@ -17,7 +17,7 @@ from forerun.prompts import default_source, find_prompts
 from forerun.settings import Settings
 
 if TYPE_CHECKING:
-    from forerun.lab.calibrate import Calibration, Entropies
+    from forerun.lab.calibrate import Calibration
 
 app = options.group("Measure the settings a method needs for your models, as its paper does.")
 
@@ -83,7 +83,7 @@ def easd(
 
 
 def _show(result: Calibration) -> None:
-    steps = result.target.steps
+    steps = result.target["steps"]
     texts = f"{result.prompts:,} prompt{'s' if result.prompts > 1 else ''}"
     note(f"{texts}, {steps:,} decoding steps\n")
     shown = table("entropy in nats", right=("mean", "median", "95 %", "99 %", "highest"))
@@ -103,6 +103,5 @@ def _show(result: Calibration) -> None:
     note(Text.assemble("\n", (f'--rule "{result.rule}"', "cyan")))
 
 
-def _cells(values: Entropies) -> list[str]:
-    numbers = (values.mean, values.median, values.q95, values.q99, values.max)
-    return [f"{number:.3f}" for number in numbers]
+def _cells(values: dict[str, float]) -> list[str]:
+    return [f"{values[name]:.3f}" for name in ("mean", "median", "q95", "q99", "max")]

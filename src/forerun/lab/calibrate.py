@@ -26,26 +26,6 @@ ELEMENTS = 1 << 24  # most logits held at once, so that a large vocabulary does 
 
 
 @dataclass(frozen=True)
-class Entropies:
-    """Statistics of a model's entropy over steps, in nats."""
-
-    steps: int
-    mean: float
-    median: float
-    q95: float
-    q99: float
-    max: float
-
-    @classmethod
-    def of(cls, values: torch.Tensor) -> Entropies:
-        """Sum up `(n,)` float64 entropies, n ≥ 1; quantiles between two values are interpolated."""
-        ranked = values.numpy()
-        median, q95, q99 = np.quantile(ranked, (0.5, 0.95, 0.99)).tolist()
-        mean = math.fsum(ranked.tolist()) / len(ranked)
-        return cls(len(ranked), mean, median, q95, q99, float(ranked.max()))
-
-
-@dataclass(frozen=True)
 class Calibration:
     """Result of `easd`."""
 
@@ -53,9 +33,9 @@ class Calibration:
     share: float  # share of the steps that count as the highest
     top: int  # ⌈share · steps⌉
     prompts: int
-    target: Entropies
-    draft: Entropies | None = None
-    """At the same steps within its context; None if it was not read."""
+    target: dict[str, float]  # as `statistics` of its entropies
+    draft: dict[str, float] | None = None
+    """Likewise, at the same steps within its context; None if it was not read."""
     both: float | None = None  # share of the draft's steps at which both exceed τ_H
 
     @property
@@ -121,7 +101,7 @@ def easd(
         progress("reading", start + len(batch))
     target = torch.cat(of_target)
     threshold, top = top_mean(target.tolist(), share)
-    calibration = Calibration(threshold, share, top, len(prompts), Entropies.of(target))
+    calibration = Calibration(threshold, share, top, len(prompts), statistics(target))
     if drafter is None:
         return calibration
     draft = torch.cat(of_draft)
@@ -129,7 +109,7 @@ def easd(
     if not read.any():
         raise PromptError("no prompt fits the draft's context; use shorter ones")
     both = ((target > threshold) & (draft > threshold))[read].double().mean().item()
-    return replace(calibration, draft=Entropies.of(draft[read]), both=both)
+    return replace(calibration, draft=statistics(draft[read]), both=both)
 
 
 def _drafter(model: Model, target_only: bool) -> ModelDrafter | None:
@@ -142,6 +122,15 @@ def _drafter(model: Model, target_only: bool) -> ModelDrafter | None:
             "draft model, or `target_only` for easd(overlap=0,draft_entropy=False)"
         )
     return model.drafter
+
+
+def statistics(values: torch.Tensor) -> dict[str, float]:
+    """Of `(n,)` float64 entropies in nats, n ≥ 1: `steps`, `mean`, `median`, `q95`, `q99`, `max`;
+    quantiles between two values are interpolated."""
+    steps, ranked = len(values), values.numpy()
+    median, q95, q99 = np.quantile(ranked, (0.5, 0.95, 0.99)).tolist()
+    named = {"steps": steps, "mean": math.fsum(ranked.tolist()) / steps, "median": median}
+    return {**named, "q95": q95, "q99": q99, "max": float(ranked.max())}
 
 
 def top_mean(values: Sequence[float], share: float) -> tuple[float, int]:
