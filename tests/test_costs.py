@@ -17,7 +17,7 @@ from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.errors import SettingError, UnknownNameError
 from forerun.lab.traces import measuring
-from forerun.lab.traces.costs import Cell, CostTable, Spread, passes
+from forerun.lab.traces.costs import Cell, CostTable, passes
 from forerun.lab.traces.measuring import _as_live, line, measure
 from forerun.runtime import Rows, torch_rows
 from tiny import LIMIT, build
@@ -128,7 +128,10 @@ def test_the_nearest_cell() -> None:
 
 
 def test_files_hold_everything(tmp_path: Any) -> None:
-    spread = Spread((0.09, 0.11), ((0.9, 1.2), (1.0, 1.2), (1.4, 1.6)), 0.01, ((0, 0.1, 0.0, 0.2),))
+    spread = {
+        "draft": [0.09, 0.11], "verify": [[0.9, 1.2], [1.0, 1.2], [1.4, 1.6]], "work": 0.01,
+        "other": [[0, 0.1, 0.0, 0.2]],
+    }  # fmt: skip
     for table in (
         CostTable((MEASURED,), {"by": "hand"}, (spread,)),
         CostTable((MEASURED,), {"x": [1]}),
@@ -225,13 +228,13 @@ def test_measuring(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == list(range(1, 13))
     for cell, spread in zip(table.cells, table.spread, strict=True):
         assert [width for width, _ in cell.verify] == [1, 2, 4]
-        for (_, median), (low, high) in zip(cell.verify, spread.verify, strict=True):
+        for (_, median), (low, high) in zip(cell.verify, spread["verify"], strict=True):
             assert 0 < low <= median <= high
-        assert (cell.draft, *spread.draft, spread.work) == pytest.approx((1.25, 1, 1, 0.25))
+        assert (cell.draft, *spread["draft"], spread["work"]) == pytest.approx((1.25, 1, 1, 0.25))
         assert cell.asking == 0.125
         assert cell.fixed == 0.25
         assert cell.first == pytest.approx(2 + 0.25), "a draft's first step, and its work"
-        assert [drafted for drafted, *_ in spread.other] == [0, 1, 2, 4, 8]
+        assert [drafted for drafted, *_ in spread["other"]] == [0, 1, 2, 4, 8]
     for seen, asking in measured:
         assert seen.keys() == {0, 1, 2, 4, 8}
         assert all(r.verify_seconds > 0 for rounds in seen.values() for r in rounds)

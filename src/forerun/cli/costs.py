@@ -1,6 +1,6 @@
 """`forerun costs`: what a round costs on this machine, or on one made up."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -113,14 +113,14 @@ def _rows(cell: Cell, spread: Spread | None) -> Iterator[list[str]]:
     if spread is None:
         yield ["drafted token", _ms(cell.draft)]
     else:
-        yield ["draft forward", _ms(cell.draft - spread.work), _range(spread.draft)]
+        yield ["draft forward", _ms(cell.draft - spread["work"]), _range(spread["draft"])]
         yield ["the first of a round, more", _ms(cell.first), ""]
         yield ["plain, draft thrown away, more", _ms(cell.cold), ""]
-        yield ["engine, per drafted token", _ms(spread.work), ""]
+        yield ["engine, per drafted token", _ms(spread["work"]), ""]
         yield ["asking a controller about it", _ms(cell.asking), ""]
     for i, (width, seconds) in enumerate(cell.verify):
         label = f"target pass of {width} token{'s' if width > 1 else ''}"
-        yield [label, _ms(seconds), *([] if spread is None else [_range(spread.verify[i])])]
+        yield [label, _ms(seconds), *([] if spread is None else [_range(spread["verify"][i])])]
     yield ["engine, per round", _ms(cell.fixed), *([] if spread is None else [""])]
 
 
@@ -128,5 +128,5 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f}"
 
 
-def _range(pair: tuple[float, float]) -> str:
+def _range(pair: Sequence[float]) -> str:
     return f"{_ms(pair[0])} to {_ms(pair[1])}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,7 +18,6 @@ from forerun.errors import SettingError, UnknownNameError, require
 from forerun.registry import parse
 from forerun.types import FloatArray
 
-T = TypeVar("T")
 SCHEMA = 1
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)  # tokens per row of the passes that are timed
 REPEATS = 25  # timings of each pass
@@ -46,16 +46,12 @@ def least_squares(columns: ArrayLike, values: ArrayLike) -> FloatArray:
     return np.maximum(costs, 0)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Spread of a cell's timings: pairs are the 10th and 90th percentile, in seconds."""
-
-    draft: tuple[float, float]  # a draft forward that is not the round's first
-    verify: tuple[tuple[float, float], ...]  # the target's pass, by width as in the cell
-    work: float  # the engine's own work per drafted token, which is part of `Cell.draft`
-    other: tuple[tuple[int, float, float, float], ...]
-    """`(drafted, median, 10th, 90th)` of the time of live rounds outside both models; `Cell.fixed`
-    is its start, `work` the slope of the line through the others."""
+Spread = dict[str, Any]
+"""Spread of a cell's timings; pairs are the 10th and 90th percentile, in seconds: `draft`, of a
+draft forward that is not the round's first; `verify`, of the target's pass, by width as in the
+cell; `work`, the engine's own work per drafted token, which is part of `Cell.draft`; `other`,
+`[drafted, median, 10th, 90th]` of the time of live rounds outside both models, of which
+`Cell.fixed` is the start and `work` the slope of the line through the others. Lists, as in JSON."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class CostTable:
         return min(self.cells, key=distance)
 
     def to_json(self) -> dict[str, Any]:
-        spreads: list[Any] = [asdict(s) for s in self.spread] or [None] * len(self.cells)
+        spreads: Sequence[Any] = self.spread or [None] * len(self.cells)
         cells = [
             {**cell.to_json(), "ratio": cell.ratio, "spread": spread}
             for cell, spread in zip(self.cells, spreads, strict=True)
@@ -111,8 +107,8 @@ class CostTable:
             )
         try:
             own = [{k: v for k, v in e.items() if k not in ("ratio", "spread")} for e in entries]
-            cells = tuple(_made(Cell, values) for values in own)
-            spread = tuple(_made(Spread, e["spread"]) for e in entries if e["spread"] is not None)
+            cells = tuple(Cell(**{k: _tuples(v) for k, v in values.items()}) for values in own)
+            spread = tuple(dict(e["spread"]) for e in entries if e["spread"] is not None)
             return cls(cells, dict(document["about"]), spread)
         except (ValueError, KeyError, TypeError) as error:
             raise SettingError(f"{path} is a damaged table of costs: {error!r}") from error
@@ -140,10 +136,6 @@ class CostTable:
         return cls((Cell.synthetic(**values),), {"synthetic": values})
 
 
-def _made(kind: type[T], values: dict[str, Any]) -> T:
-    """A dataclass of JSON's values, whose lists become tuples."""
-    return kind(**{name: _tuples(value) for name, value in values.items()})
-
-
 def _tuples(value: Any) -> Any:
+    """JSON's lists as tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

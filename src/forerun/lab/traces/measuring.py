@@ -123,12 +123,13 @@ def _cell(
         first + max(more - fixed, 0.0), levels, _cold(model, prompts), asking=asking,
         tree=_tree(target, *model.contexts(prompts), repeats),
     )  # fmt: skip
-    return cell, Spread(
-        _range([max(took - first, 0.0) / n for n, times in draft.items() for took in times]),
-        tuple(_range(verify[w]) for w in widths),
-        work,
-        tuple((n, float(np.median(times)), *_range(times)) for n, times in other.items()),
-    )
+    steps = [max(took - first, 0.0) / n for n, times in draft.items() for took in times]
+    return cell, {
+        "draft": _range(steps),
+        "verify": [_range(verify[w]) for w in widths],
+        "work": work,
+        "other": [[n, float(np.median(times)), *_range(times)] for n, times in other.items()],
+    }
 
 
 def _passes(
@@ -281,6 +282,5 @@ def line(points: dict[int, float]) -> tuple[float, float]:
     return float(start), float(slope)
 
 
-def _range(times: Sequence[float]) -> tuple[float, float]:
-    low, high = np.quantile(times, [0.1, 0.9])
-    return float(low), float(high)
+def _range(times: Sequence[float]) -> list[float]:
+    return [float(end) for end in np.quantile(times, [0.1, 0.9])]
