@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -458,9 +459,10 @@ class TestPeer:
 
         def start(text="vllm", model="m", draft=None, python=sys.executable):
             first = {"model": model, "draft": draft, "dtype": "float32"}
-            (command,) = named(text, {"vllm": python})
-            made.append(Peer(command, first))
-            return made[-1]
+            (peer,) = named(text, {"vllm": python})
+            peer.start = partial(peer.start, first)
+            made.append(peer)
+            return peer
 
         yield start
         for peer in made:
@@ -503,7 +505,7 @@ class TestPeer:
 
 class TestPeersByName:
     def words(self, text, **pythons):
-        return [command.words[2:] for command in named(text, pythons)]
+        return [peer.words[2:] for peer in named(text, pythons)]
 
     def test_names_and_settings(self):
         assert self.words("transformers") == [("transformers",)]
@@ -513,8 +515,8 @@ class TestPeersByName:
         assert self.words("vllm-draft(3)") == [("vllm-draft", "tokens=3")]
         pythons = {"llama-cpp": "/a/python", "llama-cpp-draft": "/b/python"}
         for name, python in (("llama-cpp-draft", "/b/python"), ("llama-cpp-ngram", "/a/python")):
-            (command,) = named(name, pythons)
-            assert command.words[0] == python
+            (peer,) = named(name, pythons)
+            assert peer.words[0] == python
 
     @pytest.mark.parametrize(
         ("text", "words"),

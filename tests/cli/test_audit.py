@@ -10,7 +10,7 @@ import pytest
 
 from forerun.errors import PromptError, SettingError, UnknownNameError
 from forerun.lab.audit import summary
-from forerun.lab.bench.peers import Command
+from forerun.lab.bench.peers import Peer
 from forerun.model import Model
 from forerun.prompts import Reader, find_prompts, seeded
 from forerun.zoo import PENALTY, families
@@ -140,7 +140,7 @@ def test_a_peer_that_cannot_run_is_named(audit, monkeypatch):
             f"import sys; input(); print({json.dumps(first)!r}, flush=True)\nfor _ in sys.stdin: "
         )
         code += 'print(\'{"tokens": [[1]], "seconds": 0.1}\', flush=True)'
-        return [Command(name, (sys.executable, "-c", code))]
+        return [Peer(name, (sys.executable, "-c", code))]
 
     monkeypatch.setattr("forerun.cli.audit.named", named)
     result = audit("--peer", "transformers", "--json")

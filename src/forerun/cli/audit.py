@@ -157,8 +157,8 @@ def _peers(stack: ExitStack, job: Job, models: Models) -> list[Peer]:
     """Peers of transformers that can run; the others are named on stderr."""
     from forerun.cli.bench import start_peers
 
-    commands = [one for name in TRANSFORMERS for one in named(name, {})]
-    able, skipped = start_peers(stack, job, models, commands)
+    peers = [one for name in TRANSFORMERS for one in named(name, {})]
+    able, skipped = start_peers(stack, job, models, peers)
     for skip in skipped:
         remark(f"{skip['name']} is left out: {skip['reason']}")
     if not able:

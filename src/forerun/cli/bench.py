@@ -23,7 +23,7 @@ from forerun.errors import SettingError, UnknownNameError, require
 from forerun.lab.bench import bench as lab
 from forerun.lab.bench import report
 from forerun.lab.bench.bench import Group, Method, Ours, groups
-from forerun.lab.bench.peers import Command, Peer, named, opening
+from forerun.lab.bench.peers import Peer, named, opening
 from forerun.lab.bench.report import PLAIN, Cell, Change, Document
 from forerun.lab.traces.costs import CostTable
 from forerun.lab.traces.replay_report import shares
@@ -121,14 +121,14 @@ def bench(
     lengths = split_names(controllers or f"{DEFAULT_CONTROLLER};{FIXED}", ";")
     keeps = split_names(rules, ";")
     _check(lengths, keeps, temperature)
-    commands = _commands(peers, peer_python or [], peer or [])
+    others = _peers(peers, peer_python or [], peer or [])
 
     job, chosen = _open(models, requested, chat, skip_long)
     settings = {
         **{n: Path(m).name if Path(m).is_dir() else m for n in NAMED if (m := job.about[n])},
         "controllers": lengths,
         "rules": keeps,
-        "peers": list(dict.fromkeys(command.label for command in commands)),
+        "peers": list(dict.fromkeys(one.name for one in others)),
         "families": list(dict.fromkeys(prompt.family for prompt in chosen)),
         "prompts_per_family": prompts,
         "split": None if prompt_file else split,
@@ -140,7 +140,7 @@ def bench(
         **{name: job.about[name] for name in ("device", "dtype", "runtime")},
     }
     work = groups(_seeded(chosen, seed, keeps, temperature), sizes)
-    results = _measure(models, job, commands, work, folder, settings)
+    results = _measure(models, job, others, work, folder, settings)
     if recorded is not None:
         with status("replaying") as tell:
             results.document["shares"] = shares(*recorded, lengths, tell)
@@ -170,14 +170,14 @@ def split_names(text: str, mark: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in parts if part.strip()))
 
 
-def _commands(names: str, pythons: Sequence[str], commands: Sequence[str]) -> list[Command]:
-    """How the peers are started: those with a name of the repository's, and commands."""
+def _peers(names: str, pythons: Sequence[str], commands: Sequence[str]) -> list[Peer]:
+    """Those with a name of the repository's, and commands."""
     for pair in pythons:
         if not all(pair.partition("=")):
             raise SettingError(f"--peer-python wants PEER=PATH like vllm=/path, got {pair!r}")
     paths = dict(pair.split("=", 1) for pair in pythons)
-    short = [command for name in split_names(names, ",") for command in named(name, paths)]
-    return short + [Command.read(text) for text in commands]
+    short = [peer for name in split_names(names, ",") for peer in named(name, paths)]
+    return short + [Peer.read(text) for text in commands]
 
 
 def _prompts(
@@ -220,25 +220,24 @@ def _seeded(
 
 
 def start_peers(
-    stack: ExitStack, job: Job, models: Models, commands: Sequence[Command]
+    stack: ExitStack, job: Job, models: Models, peers: Sequence[Peer]
 ) -> tuple[list[Peer], list[dict[str, str]]]:
-    """Peers that can run here, closed with the stack, and the others with the reason."""
+    """The peers that can run here, closed with the stack, and the others with the reason."""
     from forerun.drafters.model import ModelDrafter
 
     small = models.draft or (str(zoo.DRAFT) if models.target is None else None)
     small = small if isinstance(job.model.drafter, ModelDrafter) else None
-    peers, skipped = [], []
+    able, skipped = [], []
     first = opening(job.model, str(zoo.locate(models.target)), small)
-    for command in commands:
-        peer = Peer(command, first)
+    for peer in peers:
         stack.callback(peer.close)
         with status(f"starting {peer.name}"):
-            reason = peer.start()
+            reason = peer.start(first)
         if reason is None:
-            peers.append(peer)
+            able.append(peer)
         else:
-            skipped.append({"name": command.label, "reason": reason})
-    return peers, skipped
+            skipped.append({"name": peer.name, "reason": reason})
+    return able, skipped
 
 
 def _open(
@@ -256,7 +255,7 @@ def _open(
 def _measure(
     models: Models,
     job: Job,
-    commands: list[Command],
+    peers: list[Peer],
     work: list[Group],
     folder: Path,
     about: Document,
@@ -278,9 +277,9 @@ def _measure(
     with ExitStack() as stack:
         if about["temperature"] > 0:
             why = "peers are measured greedily, and --temperature is above 0"
-            skipped = [{"name": command.label, "reason": why} for command in commands]
+            skipped = [{"name": peer.name, "reason": why} for peer in peers]
         else:
-            theirs, skipped = start_peers(stack, job, models, commands)
+            theirs, skipped = start_peers(stack, job, models, peers)
             methods += theirs
         results = lab.Results.open(folder, about, provenance, methods, skipped)
         for skip in results.document["skipped"]:

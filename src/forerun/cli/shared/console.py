@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -162,11 +162,8 @@ def status(message: str) -> Iterator[Callable[[str], None]]:
         yield shown.update
 
 
-class Tell(Protocol):
-    """Reports how much of a task is done, and the total if it is not known yet."""
-
-    def __call__(self, name: str, done: float, total: float | None = None) -> None:
-        """The name stands before the bar."""
+Tell = Callable[..., None]
+"""Reports the name before the bar, how much of a task is done, and the total if it is not known."""
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import sys
 import time
@@ -69,7 +70,7 @@ class Face:
         self.stats: list[Stats] = []  # of all that are complete
         self.before, self.hint = 0, ""  # prompts that were complete before; what goes on if not all
         self.ended = ""  # why the newest of them ended
-        self.rounds = RoundView(job.model.tokenizer) if rounds else None
+        self.rounds = itertools.count(1) if rounds else None  # the numbers of those shown
         self._err, self._bar = stderr(), ExitStack()
         self.begin()
 
@@ -80,7 +81,8 @@ class Face:
         """A round of the prompt at this place."""
         if self.rounds is not None:
             several = len(self.prompts) > 1
-            self.rounds.add(event, self.prompts[place].index if several else None)
+            request = self.prompts[place].index if several else None
+            show_round(self.job.model.tokenizer, event, next(self.rounds), request)
         if event.completion is not None:
             self.ended = event.completion.finish_reason
             self.finished(place, event.completion)
@@ -333,39 +335,35 @@ def warm_up(job: Job, prompt: Prompt) -> None:
                                rule=None if plain else job.rule)  # fmt: skip
 
 
-class RoundView:
-    """Prints one line per round on stderr."""
+def show_round(tokenizer: Any, event: Event, number: int, request: int | None = None) -> None:
+    """Print a line on stderr about a round, the so-and-so-many-th; of a request if there are more."""
+    r = event.round
+    ms = 1e3 * (r.draft_seconds + r.verify_seconds + r.other_seconds)
+    row = "" if request is None else f"prompt {request + 1:<3} "
+    # Of the round's tokens, as in the summary; the target's own add none.
+    drifted = "" if r.drift is None else f"drift {sum(r.drift) / max(r.committed, 1):.3f}  "
+    line = Text(
+        f"{row}round {number:>3}  drafted {r.drafted:>2}  accepted {r.accepted:>2}  "
+        f"committed {r.committed:>2}  {r.stopped_by.label:<11} {ms:7.1f} ms  {drifted}"
+    )
+    dropped = event.drafted[r.accepted :]
+    rejected = one_line(tokenizer.decode(dropped)) if dropped else ""
+    console = stderr()
+    line.append_text(_words(event.pieces, rejected, coloured(console)))
+    console.print(line, soft_wrap=True)
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._err, self._tokenizer = stderr(), tokenizer
-        self._count = 0
 
-    def add(self, event: Event, request: int | None = None) -> None:
-        self._count += 1
-        r = event.round
-        ms = 1e3 * (r.draft_seconds + r.verify_seconds + r.other_seconds)
-        row = "" if request is None else f"prompt {request + 1:<3} "
-        # Of the round's tokens, as in the summary; the target's own add none.
-        drifted = "" if r.drift is None else f"drift {sum(r.drift) / max(r.committed, 1):.3f}  "
-        line = Text(
-            f"{row}round {self._count:>3}  drafted {r.drafted:>2}  accepted {r.accepted:>2}  "
-            f"committed {r.committed:>2}  {r.stopped_by.label:<11} {ms:7.1f} ms  {drifted}"
-        )
-        line.append_text(self._words(event.pieces, event.drafted[r.accepted :]))
-        self._err.print(line, soft_wrap=True)
-
-    def _words(self, pieces: Sequence[Piece], dropped: list[int]) -> Text:
-        colours = coloured(self._err)
-        words = Text()
-        for piece in pieces:
-            if piece.origin == "draft":
-                words.append(one_line(piece.text), STYLES["draft"])
-        if rejected := one_line(self._tokenizer.decode(dropped)) if dropped else "":
-            words.append(rejected if colours else f"[-{rejected}-]", "red strike")
-        for piece in pieces:
-            if piece.origin != "draft" and (text := one_line(piece.text)):
-                words.append(text if colours else f"{{+{text}+}}", STYLES[piece.origin])
-        return words
+def _words(pieces: Sequence[Piece], rejected: str, colours: bool) -> Text:
+    words = Text()
+    for piece in pieces:
+        if piece.origin == "draft":
+            words.append(one_line(piece.text), STYLES["draft"])
+    if rejected:
+        words.append(rejected if colours else f"[-{rejected}-]", "red strike")
+    for piece in pieces:
+        if piece.origin != "draft" and (text := one_line(piece.text)):
+            words.append(text if colours else f"{{+{text}+}}", STYLES[piece.origin])
+    return words
 
 
 def _key(job: Job, prompt: Prompt) -> str:

@@ -86,33 +86,14 @@ def opening(model: Model, target: str, draft: str | None) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Command:
-    """How a peer is started."""
-
-    label: str  # what the user wrote
-    words: tuple[str, ...]
-
-    @classmethod
-    def read(cls, text: str) -> Command:
-        """A command line, as a shell reads it; `SettingError` if it cannot be read."""
-        try:
-            words = shlex.split(text)
-        except ValueError as error:
-            raise SettingError(f"cannot read the command {text!r}: {error}") from error
-        if not words:
-            raise SettingError("the command of a peer is empty; give PROGRAM ARGUMENT...")
-        return cls(text, tuple(words))
-
-
-def named(text: str, pythons: Mapping[str, str]) -> list[Command]:
-    """The commands of a peer that the repository has a runner for, like ``vllm-draft(tokens=5)``,
-    as its `benchmarks/peers/names.py` says; `pythons` are interpreters by name."""
+def named(text: str, pythons: Mapping[str, str]) -> list[Peer]:
+    """Peers that the repository has a runner for, like ``vllm-draft(tokens=5)``, as its
+    `benchmarks/peers/names.py` says; `pythons` are interpreters by name."""
     for root in (Path.cwd(), Path(__file__).parents[4]):
         path = root / "benchmarks" / "peers" / "names.py"
         if path.is_file():
             every = runpy.run_path(str(path))["commands"](text, pythons)
-            return [Command(text, words) for words in every]
+            return [Peer(text, words) for words in every]
     raise SettingError(
         "peers by name are run by benchmarks/peers of forerun's repository, which is not at hand; "
         "call it from there, or give a command by `peer`"
@@ -120,28 +101,43 @@ def named(text: str, pythons: Mapping[str, str]) -> list[Command]:
 
 
 class Peer:
-    """Somebody else's greedy decoding: a process that speaks the protocol above and is told `first`
-    what `opening` says; closed by `close`."""
+    """Somebody else's greedy decoding: a process that speaks the protocol above, closed by `close`.
+
+    Args:
+        name: what the user wrote, until it says its own.
+        words: the program and its arguments.
+    """
 
     kind: ClassVar[Kind] = "peer"
     certain: ClassVar[bool] = True
 
-    def __init__(self, command: Command, first: Mapping[str, Any]) -> None:
-        self.command, self.name = command, command.label
+    def __init__(self, name: str, words: Sequence[str]) -> None:
+        self.name, self.words = name, words
         self.plain: str | None = None  # the peer that decodes plainly what this one speculates on
         self.largest_batch: int | None = 1
-        self._first = dict(first)
         self.versions: dict[str, str] = {}
         self.arithmetic = "same"
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._stderr: IO[str] | None = None
 
-    def start(self) -> str | None:
-        """Start it and let it load its models; returns why it cannot be used, if it cannot."""
+    @classmethod
+    def read(cls, text: str) -> Peer:
+        """Of a command line, as a shell reads it; `SettingError` if it cannot be read."""
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise SettingError(f"cannot read the command {text!r}: {error}") from error
+        if not words:
+            raise SettingError("the command of a peer is empty; give PROGRAM ARGUMENT...")
+        return cls(text, words)
+
+    def start(self, first: Mapping[str, Any]) -> str | None:
+        """Start it and let it load its models, told `first` what `opening` says; returns why it
+        cannot be used, if it cannot."""
         try:
             self._start()
-            ready = self._ask(self._first, START)
+            ready = self._ask(first, START)
         except (ForerunError, OSError) as error:
             self.close()
             return str(error)
@@ -203,7 +199,7 @@ class Peer:
             "w+", encoding="utf-8", errors="replace"
         )
         self._process = subprocess.Popen(
-            self.command.words,
+            self.words,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
