@@ -106,7 +106,8 @@ def _threshold(model: forerun.Model, data: Path, tokens: int, count: int) -> flo
     problems = _problems(data / "gsm8k" / "train.jsonl", count)
     prompts = [chat(model.tokenizer, SUMS.format(**p)) for p in problems]
     sampling = forerun.Sampling(max_new_tokens=tokens)
-    return calibrate.easd(model, prompts, sampling=sampling, batch_size=1, target_only=True).entropy
+    how = {"sampling": sampling, "batch_size": 1, "target_only": True}
+    return calibrate.easd(model, prompts, **how)["entropy"]
 
 
 def _answered(

@@ -183,7 +183,7 @@ def test_beam_search_is_a_peer(model: Model) -> None:
 @pytest.mark.usefixtures("quick_costs")
 def test_calibrate_and_costs_read_sources(model: Model) -> None:
     calibrated = easd(model, SOURCES, sampling=Sampling(max_new_tokens=8))
-    assert calibrated.target["steps"] == calibrated.draft["steps"] > 0
+    assert calibrated["target"]["steps"] == calibrated["draft"]["steps"] > 0
     *_, table = measuring.measure(model, batches=(1, 2), contexts=(6,), widths=(1, 3), repeats=1)
     assert [cell.batch for cell in table.cells] == [1, 2]
 

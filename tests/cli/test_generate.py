@@ -134,11 +134,11 @@ def test_greedy_difference_is_explained(generate, monkeypatch, near_tie, code):
     from forerun.lab.audit import Difference
 
     real = paired.paired
+    message = Difference(4, (1, 2), 0.5, 0.25, near_tie).message
 
     def differing(*args, **kwargs):
-        done = real(*args, **kwargs)
-        difference = Difference(4, (1, 2), 0.5, 0.25, near_tie)
-        return paired.replace(done, identical=False, differences={0: difference})
+        difference = {"request": 0, "position": 4, "near_tie": near_tie, "message": message}
+        return {**real(*args, **kwargs), "identical": False, "differences": [difference]}
 
     monkeypatch.setattr(paired, "paired", differing)
     result = generate("Hello", "--max-new-tokens", "4", "--compare")

@@ -267,7 +267,7 @@ def _servers(
     pairs, interrupted = collected(asked(), "asking", len(prompts), "prompts")
     _leave(interrupted and not pairs, False)
     compared = server_audit.compare(pairs)
-    counts = Counter(str(c.outcome) for c in compared)
+    counts = Counter(c.outcome for c in compared)
     line = f"{counts['identical']:,} of {len(compared):,} identical" + "".join(
         f", {counts[name]:,} {name}" for name in ("near-tie", "other text", "fault")
     )
@@ -282,7 +282,7 @@ def _servers(
         for prompt, c in differing:
             tokens = " / ".join("(end)" if t is None else repr(one_line(t)) for t in c.tokens)
             what = f"  {prompt.id}: at output token {c.position} {tokens}: {c.reason}"
-            kind = (c.outcome.value, COLOURS[c.outcome.value])
+            kind = (c.outcome, COLOURS[c.outcome])
             stdout().print(Text.assemble(kind, what), soft_wrap=True)
         note(Text(line, "bold"))
     _leave(interrupted, counts["other text"] + counts["fault"] > 0)

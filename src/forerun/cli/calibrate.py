@@ -1,9 +1,7 @@
 """`forerun calibrate`: settings of a method, measured on a pair of models."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from rich.text import Text
 
@@ -15,9 +13,6 @@ from forerun.cli.shared.report import claim, report, save_json
 from forerun.errors import require
 from forerun.prompts import default_source, find_prompts
 from forerun.settings import Settings
-
-if TYPE_CHECKING:
-    from forerun.lab.calibrate import Calibration
 
 app = options.group("Measure the settings a method needs for your models, as its paper does.")
 
@@ -63,9 +58,10 @@ def easd(
     job, rows = models.open(requested, how=how, batch_size=batch_size, chat=chat)
 
     from forerun.lab import calibrate
+    from forerun.lab.provenance import versions
 
     with progress("decoding", len(rows), "prompts") as tell:
-        calibration = calibrate.easd(
+        measured = calibrate.easd(
             job.model,
             [row.ids for row in rows],
             share=share,
@@ -76,31 +72,34 @@ def easd(
         )
     settings = {name: job.about[name] for name in ("target", "draft", "device", "dtype", "chat")}
     settings |= {"data": source, "limit": limit, "max_new_tokens": max_new_tokens}
-    document = calibrate.document(calibration, settings)
+    about = {"settings": settings, "versions": versions()}
+    document = {"schema": calibrate.SCHEMA, **measured, **about}
     if output is not None:
         save_json(output, document)
-    report(document, partial(_show, calibration), as_json, output)
+    report(document, partial(_show, document), as_json, output)
 
 
-def _show(result: Calibration) -> None:
-    steps = result.target["steps"]
-    texts = f"{result.prompts:,} prompt{'s' if result.prompts > 1 else ''}"
+def _show(result: dict[str, Any]) -> None:
+    steps = result["target"]["steps"]
+    texts = f"{result['prompts']:,} prompt{'s' if result['prompts'] > 1 else ''}"
     note(f"{texts}, {steps:,} decoding steps\n")
     shown = table("entropy in nats", right=("mean", "median", "95 %", "99 %", "highest"))
-    shown.add_row("target", *_cells(result.target))
-    if result.draft is not None:
-        shown.add_row("draft", *_cells(result.draft))
+    shown.add_row("target", *_cells(result["target"]))
+    if result["draft"] is not None:
+        shown.add_row("draft", *_cells(result["draft"]))
     stdout().print(shown)
-    of = f"the {result.top:,} highest target entropies ({result.share * 100:g} % of the steps)"
-    note(Text.assemble("\n", (f"τ_H = {result.entropy:.4f}", "bold"), f"   mean of {of}"))
-    if result.both is None:
+    of = (
+        f"the {result['top']:,} highest target entropies ({result['share'] * 100:g} % of the steps)"
+    )
+    note(Text.assemble("\n", (f"τ_H = {result['entropy']:.4f}", "bold"), f"   mean of {of}"))
+    if result["both"] is None:
         note("the draft was not read: the target alone decides, with any drafter")
     else:
-        share = f"{max(result.both * 100, 0.01):.2f}" if result.both else "0"
+        share = f"{max(result['both'] * 100, 0.01):.2f}" if result["both"] else "0"
         note(f"both models above τ_H: {share} % of the steps")
-    if result.both == 0:
+    if result["both"] == 0:
         note("so the penalty never fires on these prompts; a larger --share lowers τ_H")
-    note(Text.assemble("\n", (f'--rule "{result.rule}"', "cyan")))
+    note(Text.assemble("\n", (f'--rule "{result["rule"]}"', "cyan")))
 
 
 def _cells(values: dict[str, float]) -> list[str]:

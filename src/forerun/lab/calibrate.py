@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ from forerun.drafters.model import ModelDrafter
 from forerun.drafters.none import NullDrafter
 from forerun.engine import Sampling
 from forerun.errors import PromptError, SettingError, require
-from forerun.lab.provenance import versions
 from forerun.model import Model, PromptLike
 from forerun.registry import Spec
 from forerun.runtime.base import Rows
@@ -23,37 +22,6 @@ from forerun.signals import entropy
 
 SCHEMA = 1
 ELEMENTS = 1 << 24  # most logits held at once, so that a large vocabulary does not fill the memory
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Result of `easd`."""
-
-    entropy: float  # τ_H in nats: the mean of the highest `top` target entropies
-    share: float  # share of the steps that count as the highest
-    top: int  # ⌈share · steps⌉
-    prompts: int
-    target: dict[str, float]  # as `statistics` of its entropies
-    draft: dict[str, float] | None = None
-    """Likewise, at the same steps within its context; None if it was not read."""
-    both: float | None = None  # share of the draft's steps at which both exceed τ_H
-
-    @property
-    def rule(self) -> str:
-        """The calibrated rule as a spec, τ_H to four decimals."""
-        settings: dict[str, Any] = {"entropy": round(self.entropy, 4)}
-        if self.draft is None:
-            settings |= {"overlap": 0, "draft_entropy": False}
-        return str(Spec("easd", (), settings))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"method": "easd", "rule": self.rule, **asdict(self)}
-
-
-def document(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The document of `calibrate easd`; `settings` are its inputs."""
-    about = {"settings": dict(settings), "versions": versions()}
-    return {"schema": SCHEMA, **calibration.to_json(), **about}
 
 
 def easd(
@@ -65,7 +33,7 @@ def easd(
     batch_size: int = 16,
     target_only: bool = False,
     progress: Callable[[str, int], None] = lambda phase, done: None,
-) -> Calibration:
+) -> dict[str, Any]:
     """τ_H of the rule `easd`: the mean of the target's highest entropies over validation prompts.
 
     The highest ⌈share · steps⌉ of greedy texts, at temperature 1 and before sampling transforms.
@@ -79,6 +47,13 @@ def easd(
         batch_size: prompts decoded together.
         target_only: leave the drafter's entropies out, for `easd(overlap=0, draft_entropy=False)`.
         progress: called with the phase, ``"decoding"`` or ``"reading"``, and the prompts done.
+
+    Returns:
+        The document of `calibrate easd` (docs/json.md) but for `schema`, `settings` and `versions`:
+        `rule`, a spec, τ_H to four decimals; `entropy`, τ_H in nats, the mean of the `top` highest,
+        a `share` of all; `target` and `draft`, `statistics` of the entropies, the draft's at the
+        same steps within its context; `both`, the share of these at which both exceed τ_H. What is
+        of the draft is None if it was not read.
 
     Raises:
         PromptError: no prompts, or one that is empty or does not fit.
@@ -101,15 +76,28 @@ def easd(
         progress("reading", start + len(batch))
     target = torch.cat(of_target)
     threshold, top = top_mean(target.tolist(), share)
-    calibration = Calibration(threshold, share, top, len(prompts), statistics(target))
+    settings: dict[str, Any] = {"entropy": round(threshold, 4)}
+    of_drafter, both = None, None
     if drafter is None:
-        return calibration
-    draft = torch.cat(of_draft)
-    read = ~draft.isnan()
-    if not read.any():
-        raise PromptError("no prompt fits the draft's context; use shorter ones")
-    both = ((target > threshold) & (draft > threshold))[read].double().mean().item()
-    return replace(calibration, draft=statistics(draft[read]), both=both)
+        settings |= {"overlap": 0, "draft_entropy": False}
+    else:
+        draft = torch.cat(of_draft)
+        read = ~draft.isnan()
+        if not read.any():
+            raise PromptError("no prompt fits the draft's context; use shorter ones")
+        of_drafter = statistics(draft[read])
+        both = ((target > threshold) & (draft > threshold))[read].double().mean().item()
+    return {
+        "method": "easd",
+        "rule": str(Spec("easd", (), settings)),
+        "entropy": threshold,
+        "share": share,
+        "top": top,
+        "prompts": len(prompts),
+        "target": statistics(target),
+        "draft": of_drafter,
+        "both": both,
+    }
 
 
 def _drafter(model: Model, target_only: bool) -> ModelDrafter | None:

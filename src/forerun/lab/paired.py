@@ -9,7 +9,7 @@ from typing import Any
 from forerun.controllers import Controller
 from forerun.engine import Completion, Sampling
 from forerun.errors import GenerationError
-from forerun.lab.audit import Difference, explain
+from forerun.lab.audit import explain
 from forerun.model import Model
 from forerun.rules import RULES, AcceptanceRule
 
@@ -33,49 +33,6 @@ class TimedBatch:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class PairedRuns:
-    """The outcome of `paired`."""
-
-    plain: TimedBatch  # the plain run of median speed
-    speculative: TimedBatch  # the speculative run of median speed
-    ratios: list[float]  # speed-up of each pair, in tokens per second
-    identical: bool
-    lossless: bool  # whether the rule is
-    must_match: bool
-    """Whether identical outputs are promised: the rule is lossless, and every request is greedy or
-    drawn by its seed's noise (`gumbel`). Coins promise the distribution only."""
-    differences: dict[int, Difference]  # where outputs differ that must not, by the prompt
-
-    @property
-    def speedup(self) -> float:
-        return statistics.median(self.ratios)
-
-    @property
-    def bug(self) -> bool:
-        """Whether outputs differ that no rounding explains."""
-        return any(not d.near_tie for d in self.differences.values())
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "identical": self.identical,
-            "must_match": self.must_match,
-            "speedup": self.speedup,
-            "speedups": self.ratios,
-            "tokens_per_second": self.speculative.tokens_per_second,
-            "plain": {
-                "tokens_per_second": self.plain.tokens_per_second,
-                "seconds": self.plain.seconds,
-                "tokens": self.plain.tokens,
-                "completions": [c.to_json() for c in self.plain.completions],
-            },
-            "differences": [
-                {"request": i, "position": d.position, "near_tie": d.near_tie, "message": d.message}
-                for i, d in self.differences.items()
-            ],
-        }
-
-
 def paired(
     model: Model,
     prompts: Sequence[list[int]],
@@ -86,10 +43,17 @@ def paired(
     rule: str | AcceptanceRule = "gumbel",
     batch_size: int = 16,
     tell: Callable[[str], None] = lambda message: None,
-) -> PairedRuns:
+) -> dict[str, Any]:
     """Run `PAIRS` pairs in turns and judge the outputs against those already `shown`. Both sides
     use the seeds of `shown`. The order alternates from pair to pair, so that a machine that gets
-    slower or faster favours neither."""
+    slower or faster favours neither.
+
+    Returns:
+        `compare` of the document of `generate --json`; speeds are of the runs of median speed.
+        Outputs must match where the rule is lossless, and every request greedy or drawn by its
+        seed's noise (`gumbel`); coins promise the distribution only. Then `differences` say where
+        they do not. One that is no near-tie is a bug.
+    """
     keep = RULES.make(rule)
     seeded = [replace(s, seed=done.seed) for s, done in zip(samplings, shown, strict=True)]
 
@@ -117,13 +81,26 @@ def paired(
     plain_run, fast_run = _median(runs[True]), _median(runs[False])
     must = keep.lossless and (keep.gumbel_max or all(s.greedy for s in seeded))
     ours, theirs = [c.tokens for c in shown], [c.tokens for c in plain_run.completions]
-    differences = {}
-    if must:
-        pairs = zip(prompts, ours, theirs, seeded, strict=True)
-        differences = {
-            i: explain(model, ids, a, b, how) for i, (ids, a, b, how) in enumerate(pairs) if a != b
-        }
-    return PairedRuns(plain_run, fast_run, ratios, ours == theirs, keep.lossless, must, differences)
+    differences = []
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if must and a != b:
+            d = explain(model, prompts[i], a, b, seeded[i])
+            named = {"position": d.position, "near_tie": d.near_tie, "message": d.message}
+            differences.append({"request": i, **named})
+    return {
+        "identical": ours == theirs,
+        "must_match": must,
+        "speedup": statistics.median(ratios),
+        "speedups": ratios,
+        "tokens_per_second": fast_run.tokens_per_second,
+        "plain": {
+            "tokens_per_second": plain_run.tokens_per_second,
+            "seconds": plain_run.seconds,
+            "tokens": plain_run.tokens,
+            "completions": [c.to_json() for c in plain_run.completions],
+        },
+        "differences": differences,
+    }
 
 
 def _median(runs: Sequence[TimedBatch]) -> TimedBatch:

@@ -10,9 +10,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 from forerun.errors import PromptError, SettingError
 
@@ -20,17 +19,9 @@ TOP = 5  # alternatives asked for, as many as OpenAI gives for completions
 SAFETY = 4.0  # a gap within this many times the movement on common tokens is rounding
 ROUNDING = 1e-4  # least movement that is taken for rounding, in nats: servers write few digits
 CEILING = 0.5  # most nats between two tokens that rounding explains in any precision
+ServerOutcome = Literal["identical", "near-tie", "other text", "fault"]  # of one comparison
 PLAIN = {"speculative": False}  # the field by which forerun's server decodes plainly
 TIMEOUT = 600.0
-
-
-class ServerOutcome(StrEnum):
-    """What one comparison shows."""
-
-    IDENTICAL = "identical"
-    NEAR_TIE = "near-tie"
-    OTHER = "other text"
-    FAULT = "fault"
 
 
 @dataclass(frozen=True)
@@ -175,17 +166,18 @@ def _movement(pair: AnswerPair) -> float:
 def _judged(index: int, pair: AnswerPair, bound: float) -> ServerComparison:
     at = _common(pair)
     if len(pair[0]) == len(pair[1]) == at:
-        return ServerComparison(index, ServerOutcome.IDENTICAL, bound=bound)
+        return ServerComparison(index, "identical", bound=bound)
     left, right = (text[at] if at < len(text) else None for text in pair)
     tokens = left.token if left else None, right.token if right else None
     gaps = _gap(left, right), _gap(right, left)
-    outcome, reason = ServerOutcome.OTHER, "one ends where the other goes on"
+    outcome: ServerOutcome = "other text"
+    reason = "one ends where the other goes on"
     if lags := [place.lag for place in (left, right) if place and place.lag > bound]:
-        outcome = ServerOutcome.FAULT
+        outcome = "fault"
         reason = f"a server writes a token {max(lags):.3g} nats less likely than its own best"
     elif left and right:
         if all(gap is not None and gap <= bound for gap in gaps):
-            outcome = ServerOutcome.NEAR_TIE
+            outcome = "near-tie"
         shown = " and ".join("an unknown number of" if g is None else f"{g:.3g}" for g in gaps)
         reason = f"each prefers its token, by {shown} nats; rounding moves {bound:.3g}"
     return ServerComparison(index, outcome, at, tokens, gaps, bound, reason)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.text import Text
@@ -42,10 +42,8 @@ from forerun.errors import SettingError
 from forerun.prompts import Prompt
 from forerun.requests import Request
 
-if TYPE_CHECKING:
-    from forerun.lab.paired import PairedRuns
-
 SHOWN = 3  # failures that are told of
+Compared = dict[str, Any] | None  # as of `lab.paired.paired`, if that was wanted
 HEAD = b'{"schema": 1, "index": '  # the beginning of every line of `Lines`
 ENDED = {
     "eos": "end of text",
@@ -111,14 +109,14 @@ class Face:
     def end(self, seconds: float) -> None:
         """Every text is complete."""
 
-    def compared(self, result: PairedRuns | None) -> None:
+    def compared(self, result: Compared) -> None:
         """Nothing more comes; everything is compared with plain decoding if that was wanted."""
 
 
 class JsonDocument(Face):
     """One JSON document; interrupted, with what is complete."""
 
-    def compared(self, result: PairedRuns | None) -> None:
+    def compared(self, result: Compared) -> None:
         from forerun.lab.provenance import versions
 
         done = sorted(self.done.items())
@@ -127,7 +125,7 @@ class JsonDocument(Face):
             "schema": SCHEMA,
             "complete": len(done) == len(self.prompts) and all(c.error is None for _, c in done),
             "completions": [{**self.prompts[i].to_json(), **c.to_json()} for i, c in done],
-            "compare": None if result is None else result.to_json(),
+            "compare": result,
             "settings": settings,
             "versions": versions(),
         }
@@ -150,9 +148,9 @@ class Terminal(Face):
                 remark(legend())
         show_summary(self, seconds if self.wall else None)
 
-    def compared(self, result: PairedRuns | None) -> None:
+    def compared(self, result: Compared) -> None:
         if result is not None:
-            show_comparison(result)
+            show_comparison(result, self.job.rule.lossless)
 
 
 class Growing(Terminal):
@@ -310,11 +308,11 @@ def play(job: Job, face: Face, compare: bool = False) -> None:
         raise typer.Exit(fail("; ".join(lines[:SHOWN]) + more, 1))
     compared = _compared(job, face) if compare else None
     face.compared(compared)
-    if compared is not None and compared.bug:
+    if compared is not None and _bug(compared):
         raise typer.Exit(fail("greedy output differs from plain decoding: please report this", 1))
 
 
-def _compared(job: Job, face: Face) -> PairedRuns:
+def _compared(job: Job, face: Face) -> dict[str, Any]:
     from forerun.lab.paired import paired
 
     how: dict[str, Any] = {"controller": job.controller, "rule": job.rule}
@@ -336,7 +334,7 @@ def warm_up(job: Job, prompt: Prompt) -> None:
 
 
 def show_round(tokenizer: Any, event: Event, number: int, request: int | None = None) -> None:
-    """Print a line on stderr about a round, the so-and-so-many-th; of a request if there are more."""
+    """Print a line about a round on stderr, with the number of its request if there are more."""
     r = event.round
     ms = 1e3 * (r.draft_seconds + r.verify_seconds + r.other_seconds)
     row = "" if request is None else f"prompt {request + 1:<3} "
@@ -441,27 +439,31 @@ def _small(value: float) -> str:
     return "below 0.001" if 0 < value < 0.001 else f"{value:.2g}"
 
 
-def show_comparison(result: PairedRuns) -> None:
+def show_comparison(result: dict[str, Any], lossless: bool) -> None:
     """Print speed-up and whether the outputs are the same, on stderr."""
-    low, high = min(result.ratios), max(result.ratios)
+    ratios, ours, plain = result["speedups"], result["tokens_per_second"], result["plain"]
     line = (
-        f"{result.speedup:.2f}× the speed of plain decoding "
-        f"({result.speculative.tokens_per_second:.0f} against "
-        f"{result.plain.tokens_per_second:.0f} tokens/s; median of {len(result.ratios)} "
-        f"paired runs, {low:.2f}–{high:.2f})"
+        f"{result['speedup']:.2f}× the speed of plain decoding "
+        f"({ours:.0f} against {plain['tokens_per_second']:.0f} tokens/s; median of {len(ratios)} "
+        f"paired runs, {min(ratios):.2f}–{max(ratios):.2f})"
     )
     remark(Text(line, "bold"))
-    remark(_sameness(result))
+    remark(_sameness(result, lossless))
 
 
-def _sameness(result: PairedRuns) -> Text:
-    if result.identical:
+def _bug(result: dict[str, Any]) -> bool:
+    """Whether outputs differ that no rounding explains."""
+    return not all(one["near_tie"] for one in result["differences"])
+
+
+def _sameness(result: dict[str, Any], lossless: bool) -> Text:
+    if result["identical"]:
         return Text("identical output: yes, token for token", "green")
-    if not result.must_match:
+    if not result["must_match"]:
         alike = "both are draws from the same distribution"
-        reason = alike if result.lossless else "the rule is lossy"
+        reason = alike if lossless else "the rule is lossy"
         return Text(f"identical output: no, and it need not be: {reason}", "dim")
-    lines = Text("identical output: NO", "red" if result.bug else "yellow")
-    for number, difference in result.differences.items():
-        lines.append(f"\n  prompt {number + 1}: {clean(difference.message)}")
+    lines = Text("identical output: NO", "red" if _bug(result) else "yellow")
+    for one in result["differences"]:
+        lines.append(f"\n  prompt {one['request'] + 1}: {clean(one['message'])}")
     return lines
