@@ -59,7 +59,7 @@ def one(val: Trace, test: Trace, study: Study, cell: Cell, budget: int) -> dict[
         specs[f"{result.name}, tuned"] = result.best
     bounds = {
         "oracle": oracle(test, cell).seconds,
-        "informed": study.informed(cell).best.seconds,
+        "informed": study.tried(cell)[0].seconds,
         "best fixed": best_fixed(test, cell)[0].seconds,
     }
     out: dict[str, Any] = {"bounds": {}, "controllers": {}}
@@ -109,7 +109,7 @@ def regrets(test: Path, costs: Path, name: str) -> None:
     from matplotlib import pyplot
 
     trace, cell = Trace.read(test), CostTable.read(costs).at(1, 128)
-    bounds = {"oracle": oracle(trace, cell), "informed bound": Study(trace).informed(cell).best}
+    bounds = {"oracle": oracle(trace, cell), "informed bound": Study(trace).tried(cell)[0]}
     curves: dict[str, Any] = {}
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for axes, (label, bound) in zip(panels, bounds.items(), strict=True):

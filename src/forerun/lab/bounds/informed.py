@@ -186,16 +186,6 @@ def _remaining(texts: TracePositions, lengths: IntArray, price: FloatArray) -> F
     return time
 
 
-@dataclass(frozen=True)
-class Informed:
-    """The informed bound in one cell, and how it was found."""
-
-    best: Bound  # the fastest policy tried
-    tried: dict[str, float]
-    """Geometric mean of the speed-up of each policy tried, the best first. `look-ahead`, `improved`
-    and `adjusted` are fitted; the others are specs."""
-
-
 class Study:
     """A trace with the fits that all cells share: paths of controllers on it, by default of all of
     `GRID`, and acceptance, fitted in hindsight, where anything is kept."""
@@ -206,15 +196,12 @@ class Study:
         self.acceptance = Acceptance.fit(texts) if trace.matches.any() else None
         self.prepared = self.acceptance and self.acceptance.prepare(texts)
 
-    def informed(self, cell: Cell) -> Informed:
-        """The best policy for all prompts, by geometric mean of the speed-up."""
+    def tried(self, cell: Cell) -> list[Bound]:
+        """What each policy reaches, the fastest for all prompts first, by geometric mean of the
+        speed-up. `look-ahead`, `improved` and `adjusted` are fitted; the others are specs."""
         cell = cell.asked
         bounds = [bound for bound, _ in self._fitted(cell)] + tuned(self.trace, cell, self.paths)
-        bounds.sort(key=lambda bound: -bound.mean)
-        tried: dict[str, float] = {}
-        for bound in bounds:
-            tried.setdefault(bound.name, bound.mean)
-        return Informed(bounds[0], tried)
+        return sorted(bounds, key=lambda bound: -bound.mean)
 
     def _fitted(self, cell: Cell) -> list[tuple[Bound, Stopper]]:
         """Look-ahead at its best price, improved policies, and the best of these adjusted."""
@@ -259,7 +246,7 @@ def informed(trace: Trace, cell: Cell) -> Bound:
 
     For several cells make one `Study`, which fits once.
     """
-    return Study(trace).informed(cell).best
+    return Study(trace).tried(cell)[0]
 
 
 def _look_ahead(price: float) -> FloatArray:
