@@ -16,7 +16,8 @@ from forerun.cli.shared.options import OUTPUT, option
 from forerun.cli.shared.report import claim, print_json
 from forerun.errors import SettingError, UnknownNameError
 from forerun.lab.traces.costs import Cell, CostTable
-from forerun.lab.traces.exports import EXPORTS, ExportJob, write_exports
+from forerun.lab.traces.exports import EXPORTS, ExportJob
+from forerun.lab.traces.exports import export as make_export
 from forerun.lab.traces.trace import Trace
 from forerun.lab.traces.tune import disjoint, halves, interval, settings_with, verdict
 from forerun.lab.traces.tune import tune as search
@@ -87,11 +88,15 @@ def tune(
     settings = settings_with(document["recommended"]["spec"], searched, about)
     if output is not None:
         settings.write(output)
+    written: dict[str, dict[str, Any]] = {}
     with status("searching what other engines can do") if exports else nullcontext():
-        written = write_exports(exports, ExportJob(searched, cell, cells, budget, seed))
+        for engine, file in exports:
+            made = make_export(engine, ExportJob(searched, cell, cells, budget, seed))
+            Path(file).write_text(made.text, encoding="utf-8")
+            written[engine] = {"file": file, "like": list(made.specs), "cannot": made.cannot}
     if as_json:
-        made = {"settings": json.loads(settings.to_json()), "exports": written}
-        print_json({**document, **made})
+        both = {"settings": json.loads(settings.to_json()), "exports": written}
+        print_json({**document, **both})
     else:
         _show(document, cell)
         for engine, entry in written.items():

@@ -74,30 +74,26 @@ def easd(
         if drafter is not None:
             of_draft.append(_entropies(drafter.rows, batch, drafter.readable(sources)))
         progress("reading", start + len(batch))
-    target = torch.cat(of_target)
+    target, draft = torch.cat(of_target), None if drafter is None else torch.cat(of_draft)
+    return _calibrated(target, draft, share) | {"share": share, "prompts": len(prompts)}
+
+
+def _calibrated(target: torch.Tensor, draft: torch.Tensor | None, share: float) -> dict[str, Any]:
+    """The rest of what `easd` returns, of `(n,)` entropies; the draft's are NaN where it did not
+    read."""
     threshold, top = top_mean(target.tolist(), share)
     settings: dict[str, Any] = {"entropy": round(threshold, 4)}
-    of_drafter, both = None, None
-    if drafter is None:
+    own, both = None, None
+    if draft is None:
         settings |= {"overlap": 0, "draft_entropy": False}
     else:
-        draft = torch.cat(of_draft)
         read = ~draft.isnan()
         if not read.any():
             raise PromptError("no prompt fits the draft's context; use shorter ones")
-        of_drafter = statistics(draft[read])
+        own = statistics(draft[read])
         both = ((target > threshold) & (draft > threshold))[read].double().mean().item()
-    return {
-        "method": "easd",
-        "rule": str(Spec("easd", (), settings)),
-        "entropy": threshold,
-        "share": share,
-        "top": top,
-        "prompts": len(prompts),
-        "target": statistics(target),
-        "draft": of_drafter,
-        "both": both,
-    }
+    named = {"method": "easd", "rule": str(Spec("easd", (), settings)), "entropy": threshold}
+    return {**named, "top": top, "target": statistics(target), "draft": own, "both": both}
 
 
 def _drafter(model: Model, target_only: bool) -> ModelDrafter | None:

@@ -9,7 +9,7 @@ from typing import Any
 from forerun.controllers import Controller
 from forerun.engine import Completion, Sampling
 from forerun.errors import GenerationError
-from forerun.lab.audit import explain
+from forerun.lab.audit import Difference, explain
 from forerun.model import Model
 from forerun.rules import RULES, AcceptanceRule
 
@@ -31,6 +31,14 @@ class TimedBatch:
     def tokens_per_second(self) -> float:
         """All output tokens over the whole time, prefill included."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "completions": [c.to_json() for c in self.completions],
+        }
 
 
 def paired(
@@ -63,10 +71,10 @@ def paired(
             prompts, controller=controller, rule=None if plain else keep, sampling=seeded,
             batch_size=batch_size, plain=plain,
         )  # fmt: skip
-        seconds = time.perf_counter() - began
+        timed = TimedBatch(done, time.perf_counter() - began)
         if wrong := next((c for c in done if c.error), None):
             raise GenerationError(wrong.error or "", wrong)
-        return TimedBatch(done, seconds)
+        return timed
 
     runs: dict[bool, list[TimedBatch]] = {False: [], True: []}
     for pair in range(PAIRS):
@@ -74,33 +82,29 @@ def paired(
             kind = "plain" if plain else "speculative"
             tell(f"comparing: {kind} decoding, run {pair + 1} of {PAIRS}")
             runs[plain].append(run(plain))
-    ratios = [
-        fast.tokens_per_second / plain.tokens_per_second
-        for fast, plain in zip(runs[False], runs[True], strict=True)
-    ]
+    pairs = zip(runs[True], runs[False], strict=True)
+    ratios = [fast.tokens_per_second / slow.tokens_per_second for slow, fast in pairs]
     plain_run, fast_run = _median(runs[True]), _median(runs[False])
     must = keep.lossless and (keep.gumbel_max or all(s.greedy for s in seeded))
     ours, theirs = [c.tokens for c in shown], [c.tokens for c in plain_run.completions]
-    differences = []
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        if must and a != b:
-            d = explain(model, prompts[i], a, b, seeded[i])
-            named = {"position": d.position, "near_tie": d.near_tie, "message": d.message}
-            differences.append({"request": i, **named})
+    texts = zip(prompts, ours, theirs, seeded, strict=True)
     return {
         "identical": ours == theirs,
         "must_match": must,
         "speedup": statistics.median(ratios),
         "speedups": ratios,
         "tokens_per_second": fast_run.tokens_per_second,
-        "plain": {
-            "tokens_per_second": plain_run.tokens_per_second,
-            "seconds": plain_run.seconds,
-            "tokens": plain_run.tokens,
-            "completions": [c.to_json() for c in plain_run.completions],
-        },
-        "differences": differences,
+        "plain": plain_run.to_json(),
+        "differences": [
+            {"request": i, **_difference(explain(model, *text))}
+            for i, text in enumerate(texts if must else ())
+            if text[1] != text[2]
+        ],
     }
+
+
+def _difference(one: Difference) -> dict[str, Any]:
+    return {"position": one.position, "near_tie": one.near_tie, "message": one.message}
 
 
 def _median(runs: Sequence[TimedBatch]) -> TimedBatch:

@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from forerun import zoo
@@ -345,13 +344,3 @@ def _best(
         results += [job.search(parse(name), space) for name, space in spaces.items()]
     best = max(results, key=lambda result: result.after)
     return best, CONTROLLERS.make(best.best)
-
-
-def write_exports(files: Sequence[tuple[str, str]], job: ExportJob) -> dict[str, dict[str, Any]]:
-    """Write the exports, given as `(engine, file)`; per engine, what it does and cannot do."""
-    written = {}
-    for engine, file in files:
-        made = export(engine, job)
-        Path(file).write_text(made.text, encoding="utf-8")
-        written[engine] = {"file": file, "like": list(made.specs), "cannot": made.cannot}
-    return written
