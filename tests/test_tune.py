@@ -22,7 +22,7 @@ from forerun.lab.traces.costs import Cell
 from forerun.lab.traces.exports import EXPORTS, ExportJob, export
 from forerun.lab.traces.replay import replay
 from forerun.lab.traces.spaces import SPACES, OneOf
-from forerun.lab.traces.tune import Tuned, disjoint, halves, judge, search, speed, tunable, tune
+from forerun.lab.traces.tune import Tuned, disjoint, halves, search, speed, tunable, tune, verdict
 from forerun.registry import Spec, parse
 from made_traces import periodic, random_trace, trace_of
 
@@ -193,7 +193,8 @@ def test_judging_compares_prompt_by_prompt():
     trace = random_trace(seed=1)
     result = search(parse("fixed"), random_trace(), CELL, budget=20)
     tuned = Tuned((result,), replace(result, best="fixed(length=1)"))
-    (one,), fixed = judge(tuned, trace, CELL)
+    document = verdict(tuned, trace, CELL, {}, False, 0)
+    (one,), fixed = document["controllers"], document["best_fixed"]
     best, default = replay(trace, result.best, CELL), replay(trace, "fixed", CELL)
     short = replay(trace, "fixed(1)", CELL)
 

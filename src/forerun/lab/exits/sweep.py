@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,9 @@ class ExitSearch(Search[Setting]):
         self.run(sampled(space, 0, budget, seed, starts), made, lambda done: tell(done, budget))
         return self.best
 
-    def _changes(self, of: Setting) -> dict[str, list[tuple[float | int | str, Setting]]]:
+    def sensitivity(self, of: Setting) -> dict[str, list[tuple[float | int | str, float]]]:
+        """Per parameter its values and the predicted speed-up, the others as they are; of `layers`,
+        each left out or added."""
         every, used = self.exits.layers, of.layers
         up_to = {d: (*(n for n in used[:-1] if n < d), d) for d in every}
         toggled: dict[str, tuple[int, ...]] = {}
@@ -101,7 +104,7 @@ class ExitSearch(Search[Setting]):
             elif len(used) > 1:
                 toggled[f"-{layer}"] = tuple(n for n in used if n != layer)
         thresholds = sorted({*GRID, of.threshold})
-        return {
+        changes: dict[str, list[tuple[float | int | str, Setting]]] = {
             "threshold": [(t, replace(of, threshold=t)) for t in thresholds],
             "anneal": [(a, replace(of, anneal=a)) for a in ANNEALS],
             "depth": [(d, replace(of, layers=layers)) for d, layers in up_to.items()],
@@ -109,13 +112,9 @@ class ExitSearch(Search[Setting]):
             "layers": [(name, replace(of, layers=layers)) for name, layers in toggled.items()],
             "bonus": [(b, replace(of, bonus=b)) for b in (True, False)],
         }
-
-    def sensitivity(self, of: Setting) -> dict[str, list[tuple[float | int | str, float]]]:
-        """Per parameter its values and the predicted speed-up, the others as they are; of `layers`,
-        each left out or added."""
         return {
             name: [(value, round(self.score(s), 4)) for value, s in pairs]
-            for name, pairs in self._changes(of).items()
+            for name, pairs in changes.items()
         }
 
 
@@ -223,7 +222,7 @@ class Sweep:
         exits = ExitTrace.record(self._access, heads, layers, texts)
         self.search = search = ExitSearch(exits, costs, self._width)
         best = search.sweep(budget, self._seed, partial(tell, "searching"))
-        chosen, spec = search.top(confirmed), self._spec
+        chosen, spec = search.top(confirmed), methodcaller("spec", self._exits)
         usual = untuned(tuple(heads.layers), self._access.layers, self._trained)
         if usual is not None and set(usual.layers) <= set(layers):
             search.score(usual)
@@ -269,6 +268,3 @@ class Sweep:
         assert self.best is not None, "a setting was scored"
         draft = self.best.spec(self._exits and str(Path(self._exits).resolve()))
         return Settings(controller=self.best.controller, draft=draft, about=about)
-
-    def _spec(self, setting: Setting) -> str:
-        return setting.spec(self._exits)

@@ -23,7 +23,6 @@ from forerun.lab.traces.spaces import COSTS, SPACES, Answer, Search, Space, Tria
 from forerun.lab.traces.trace import Trace
 from forerun.registry import Spec, parse
 from forerun.settings import Settings
-from forerun.types import FloatArray
 
 SCHEMA = 1
 DEFAULT = "auto"  # the controller that is recommended where the search found no better one
@@ -192,38 +191,13 @@ def settings_of(spec: Spec) -> dict[str, Any]:
     return {**dict(zip(names, spec.args, strict=False)), **spec.kwargs}
 
 
-def judge(
-    tuned: Tuned, trace: Trace, cell: Cell, seed: int = 0
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Replay every search result on other prompts, none of which was searched on: `controllers`
-    and `best_fixed` of the document of `tune --json`."""
-    groups, took = by_family(trace), cache(lambda spec: replay(trace, spec, cell))
-
-    def spreads(ratios: FloatArray) -> dict[str, dict[str, float]]:
-        return {name: geometric(ratios[chosen], seed) for name, chosen in groups.items()}
-
-    judged, fixed = [], took(tuned.fixed.best)
-    for result in tuned.results:
-        default, best = took(result.default), took(result.best)
-        figures = {
-            "default": spreads(default.speedup),
-            "tuned": spreads(best.speedup),
-            "gain": spreads(default.seconds / best.seconds),
-            "over_fixed": spreads(fixed.seconds / best.seconds),
-        }
-        own = {group: {name: of[group] for name, of in figures.items()} for group in groups}
-        judged.append({**asdict(result), "test": own.pop("all"), "families": own})
-    every = spreads(fixed.speedup)
-    return judged, {"spec": tuned.fixed.best, "overall": every.pop("all"), "families": every}
-
-
 def choose(
     tuned: Tuned, best: Mapping[str, Any], trace: Trace, cell: Cell, *, free: bool, seed: int = 0
 ) -> dict[str, str | None]:
     """The controller to use, `spec`, and the `reason` if it is not the search's best: that is
     chosen where other prompts show it to be better than default settings, so that the 95 % interval
     of the paired speed-up lies above 1. If any controller will do, as `free` says, it is compared
-    with `DEFAULT`, too. `best` is what `judge` says of it."""
+    with `DEFAULT`, too. `best` is what `verdict` says of it."""
     spec, reason, gain = tuned.best.best, None, best["test"]["gain"]
     if spec == tuned.best.default:
         reason = f"no setting of {tuned.best.name} was faster than its defaults"
@@ -250,19 +224,38 @@ def interval(spread: Mapping[str, float]) -> str:
 def verdict(
     tuned: Tuned, trace: Trace, cell: Cell, split: Mapping[str, Any], free: bool, seed: int
 ) -> dict[str, Any]:
-    """The document of `tune --json`, but for `settings` and `exports`: the search results, and how
-    they do on the prompts of another trace. `split` says how many prompts were `searched`, and
-    `how` they were told apart; `free` and `seed` are as of `choose`."""
-    judged, fixed = judge(tuned, trace, cell, seed)
-    best = judged[tuned.results.index(tuned.best)]
+    """The document of `tune --json`, but for `settings` and `exports`: the search results, replayed
+    on the prompts of another trace, none of which was searched on. `split` says how many prompts
+    were `searched`, and `how` they were told apart; `free` and `seed` are as of `choose`."""
+    groups, took = by_family(trace), cache(lambda spec: replay(trace, spec, cell))
+    judged, fixed = [], took(tuned.fixed.best)
+    for result in tuned.results:
+        default, best = took(result.default), took(result.best)
+        ratios = {
+            "default": default.speedup,
+            "tuned": best.speedup,
+            "gain": default.seconds / best.seconds,
+            "over_fixed": fixed.seconds / best.seconds,
+        }
+        own = {
+            group: {name: geometric(of[chosen], seed) for name, of in ratios.items()}
+            for group, chosen in groups.items()
+        }
+        judged.append({**asdict(result), "test": own.pop("all"), "families": own})
+    every = {group: geometric(fixed.speedup[chosen], seed) for group, chosen in groups.items()}
+    highest = judged[tuned.results.index(tuned.best)]
     return {
         "schema": SCHEMA,
         "complete": tuned.complete,
         "split": {**split, "judged": trace.prompts},
         "costs": cell.to_json(),
         "controllers": judged,
-        "best_fixed": fixed,
-        "recommended": choose(tuned, best, trace, cell, free=free, seed=seed),
+        "best_fixed": {
+            "spec": tuned.fixed.best,
+            "overall": every.pop("all"),
+            "families": every,
+        },
+        "recommended": choose(tuned, highest, trace, cell, free=free, seed=seed),
     }
 
 
