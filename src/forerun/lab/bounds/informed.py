@@ -194,7 +194,7 @@ class Study:
         self.trace, texts = trace, TracePositions(trace)
         self.paths = paths(trace, GRID) if drafted is None else drafted
         self.acceptance = Acceptance.fit(texts) if trace.matches.any() else None
-        self.prepared = self.acceptance and self.acceptance.prepare(texts)
+        self.prepared = None if self.acceptance is None else self.acceptance.prepare(texts)
 
     def tried(self, cell: Cell) -> list[Bound]:
         """What each policy reaches, the fastest for all prompts first, by geometric mean of the

@@ -25,7 +25,6 @@ from forerun.runtime.drafts import own_draft
 from forerun.runtime.exits import LayersExecutor, layers_of
 from forerun.runtime.heads import ExitHeads, load_heads
 from forerun.settings import Settings
-from forerun.types import FloatArray
 
 SCHEMA = 1
 SHOWN = 8  # settings listed
@@ -46,7 +45,7 @@ class ExitSearch(Search[Setting]):
         plain = np.array([len(text.output) for text in self.exits.texts]) * self.costs["plain"]
         return mean_speed(plain / sum(self._seconds(setting).values()))
 
-    def _seconds(self, setting: Setting) -> dict[str, FloatArray]:
+    def _seconds(self, setting: Setting) -> dict[str, Any]:
         """`(texts,)` by what is counted."""
         counts = self.exits.counts(setting)
         return {name: self.costs[name] * number for name, number in counts.items()}
