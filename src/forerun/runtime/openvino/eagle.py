@@ -174,6 +174,7 @@ def going_on(graph: ov.Model, count: int) -> ov.Model:
         now = op.add(place, op.constant(np.int64(ahead)))
         past = op.convert(op.reshape(now, op.constant([-1]), False), "i32")
         step = graph.clone()
+        _read_outputs(step)
         own = given | {
             "input_ids": _likeliest(answers[-1]),
             "position_ids": now,
@@ -188,6 +189,15 @@ def going_on(graph: ov.Model, count: int) -> ov.Model:
         answers, states = [*answers, logits], [*states, outputs]
     results = [op.result(op.concat(parts, 0)) for parts in (answers, states)]
     return ov.Model(results, list(given.values()), "head")
+
+
+def _read_outputs(step: ov.Model) -> None:
+    """Leave out the projection of states, which are zeros behind a draft's first step."""
+    (given,) = (port.get_node() for port in step.inputs if GIVEN in port.get_names())
+    (parts,) = (user.get_node() for user in given.output(0).get_target_inputs())
+    (added,) = (user.get_node() for user in parts.output(1).get_target_inputs())
+    for user in list(added.output(0).get_target_inputs()):
+        user.replace_source_output(parts.output(1))
 
 
 def _likeliest(logits: ov.Output) -> ov.Node:
