@@ -28,7 +28,8 @@ BYTE_LETTERS = _byte_letters()
 class TokenBytes(dict[int, bytes]):
     """The bytes each token stands for, in tokenizers where those around it do not matter.
 
-    Special tokens, and ids the tokenizer does not know, stand for none. Made by `token_bytes`.
+    Special tokens, and ids the tokenizer does not know, stand for none. Made by `token_bytes`, of a
+    decoder's steps; `ValueError` for others than it follows, or in another order than it knows.
     `errors` is how the decoder writes bytes that are no character, as `codecs` takes it.
     """
 
@@ -37,20 +38,34 @@ class TokenBytes(dict[int, bytes]):
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._special = {token for token, about in added.items() if about.special}
-        kinds = [step["type"] for step in steps]
-        self._letters, self._falls_back = "ByteLevel" in kinds, "ByteFallback" in kinds
-        self.errors = _ERRORS if self._falls_back else "replace"
+        self._letters = self._falls_back = joined = False
         self._replaced: list[tuple[str, str]] = []
         self._dropped, self._most_dropped = b"", 0
-        for step in steps:
-            if step["type"] == "Replace":
-                self._replaced.append((step["pattern"]["String"], step["content"]))
-            elif step["type"] == "Metaspace":
+        for at, step in enumerate(steps):
+            kind, good = step["type"], not joined
+            if kind == "ByteLevel":
+                good = at == 0
+                self._letters = joined = True
+            elif kind == "Metaspace":
+                good = at == 0
                 self._replaced.append((step["replacement"], " "))
                 if step.get("prepend_scheme") != "never":
                     self._dropped, self._most_dropped = b" ", -1
-            elif step["type"] == "Strip":
+            elif kind == "Replace":
+                good &= not self._falls_back and "String" in step["pattern"]
+                self._replaced.append((step["pattern"].get("String", ""), step["content"]))
+            elif kind == "ByteFallback":
+                self._falls_back = True
+            elif kind == "Strip":
+                good = joined and (step["start"], step["stop"]) == (1, 0) and at == len(steps) - 1
                 self._dropped, self._most_dropped = step["content"].encode(), 1
+            else:
+                good = joined = kind == "Fuse"
+            if not good:
+                raise ValueError(kind)
+        if not steps:
+            raise ValueError("no decoder")
+        self.errors = _ERRORS if self._falls_back else "replace"
         self._sorted: tuple[int, list[tuple[bytes, int]]] = 0, []
 
     def __missing__(self, token: int) -> bytes:
@@ -91,28 +106,10 @@ def token_bytes(tokenizer: Any) -> TokenBytes | None:
     if decoder is None:
         return None
     state = json.loads(decoder.__getstate__())
-    steps = state.get("decoders", [state])
-    return TokenBytes(backend, steps) if _is_bytewise(steps) else None
-
-
-def _is_bytewise(steps: Sequence[dict[str, Any]]) -> bool:
-    """Whether a decoder's steps are those that `TokenBytes` follows, in an order that it knows."""
-    joined = replaced = False
-    for at, step in enumerate(steps):
-        kind = step["type"]
-        if kind in ("ByteLevel", "Metaspace"):
-            good, joined = at == 0, kind == "ByteLevel"
-        elif kind == "Replace":
-            good = not joined and not replaced and "String" in step["pattern"]
-        elif kind == "ByteFallback":
-            good = replaced = not joined
-        elif kind == "Strip":
-            good = joined and (step["start"], step["stop"]) == (1, 0) and at == len(steps) - 1
-        else:
-            good = joined = kind == "Fuse"
-        if not good:
-            return False
-    return bool(steps)
+    try:
+        return TokenBytes(backend, state.get("decoders", [state]))
+    except ValueError:
+        return None
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
