@@ -40,7 +40,7 @@ def update(index: int, text: str) -> Event:
 
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("usage", [(False, False), (True, False), (True, True)])
-def test_a_prepared_frame_is_the_one_written_in_full(chat, usage):
+def test_a_frame_holds_what_a_round_added_to_its_text(chat, usage):
     answer = made(chat, usage, copies=2)
     for index, text in [(0, "one"), (1, TEXT), (0, TEXT), (1, "two")]:
         sent = answer.frame(update(index, text))

@@ -10,13 +10,12 @@ from forerun.engine import Completion, Event, Logprob
 from forerun.serve import reports
 from forerun.serve.errors import ApiError
 from forerun.serve.plans import AnswerPlan
-from forerun.serve.streaming import DONE, dumps, event
+from forerun.serve.streaming import DONE, event
 from forerun.serve.texts import Texts
 from forerun.serve.tools import Call, CallReader
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 """OpenAI's words for the engine's."""
-HERE = "\0"  # stands in a prepared frame for what differs from one to the next
 WINDOW = 4  # tokens of context that decide how the next one is written
 
 
@@ -54,7 +53,6 @@ class Answer:
         self._always = bool(options and options.continuous_usage_stats)
         self._rounds = plan.policy.report == "rounds"
         self._lead = texts.turns.lead if plan.opens_turn else ""
-        self._prepared: dict[int, list[bytes]] = {}
         self._marks = plan.calling.marks if plan.calling else {}
         self.choices = [  # prompt by prompt, copies side by side
             Choice(prompt, CallReader(plan.calling) if plan.calling else None)
@@ -183,28 +181,13 @@ class Answer:
     def frame(self, update: Event) -> bytes:
         """What is sent of an event; nothing where there is nothing to say."""
         text, report = self.take(update)
-        by_token = self._plan.top is not None or self._plan.request.return_token_ids
-        calls = self.choices[update.request].calls
-        if report or calls or update.completion or (by_token and update.pieces):
-            return event(self._full(update, text, report))
-        return self._brief(update.request, text) if text else b""
-
-    def _brief(self, index: int, text: str) -> bytes:
-        """The frame of a round that added text and nothing else: all but that is written once."""
-        if (around := self._prepared.get(index)) is None:
-            chunk = self._chunk(index, {"content": HERE} if self._plan.chat else HERE)
-            if self._always:
-                chunk["usage"] = HERE
-            around = self._prepared[index] = event(chunk).split(dumps(HERE))
-        parts = [around[0], dumps(text), around[1]]
-        if self._always:
-            parts += [dumps(self.usage()), around[2]]
-        return b"".join(parts)
-
-    def _full(self, update: Event, text: str, report: dict[str, Any] | None) -> dict[str, Any]:
         done, index, request = update.completion, update.request, self._plan.request
+        by_token = self._plan.top is not None or request.return_token_ids
+        calls = self.choices[index].calls
+        if not (text or report or calls or done or (by_token and update.pieces)):
+            return b""
         delta: Any = {"content": text} if self._plan.chat and text else text or {}
-        if calls := self.choices[index].calls:
+        if calls:
             delta = (delta or {}) | {"tool_calls": [_called(*call) for call in calls]}
         frame = self._chunk(index, delta)
         choice = frame["choices"][0]
@@ -220,7 +203,7 @@ class Answer:
             choice["stop_reason"] = self._reason(done)
             if all(other.done for other in self.choices):
                 frame |= self.extras()
-        return frame
+        return event(frame)
 
     def _chunk(self, index: int, content: Any) -> dict[str, Any]:
         chat = self._plan.chat
