@@ -56,7 +56,7 @@ class Running:
 
     def idle(self) -> bool:
         worker = self.server.worker
-        return worker.running == worker.waiting == 0 and not worker._tickets
+        return worker.running == worker.waiting == 0 and not worker._given
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample of the exposition; 0 if it is not there."""

@@ -67,7 +67,7 @@ def test_what_waits_comes_together_and_an_error_after_what_was_before_it():
     got = []
 
     async def read():
-        reply = Reply(Worker(), [None, None])
+        reply = Reply(Worker(), range(2))
         for index in (0, 1, 0):
             reply.put(index, update(index, ""))
         reply.put(1, SettingError("wrong"))

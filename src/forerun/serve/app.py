@@ -214,24 +214,23 @@ def create_app(model: Model, config: Config) -> tuple[ASGIApp, Server]:
 
 
 def _errors(app: FastAPI, server: Server) -> None:
-    def answer(error: ApiError) -> Response:
-        words = {429: "queue_full", 503: "shutting_down", 403: "unauthorized"}
-        server.metrics.refused[words.get(error.status, "invalid")].inc()
-        return error_response(error)
+    words = {429: "queue_full", 503: "shutting_down", 403: "unauthorized"}
 
     async def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, Gone):
             server.metrics.gone["disconnected"].inc()
             return Response(status_code=499)  # nobody reads it
         if isinstance(error, RequestValidationError):
-            return answer(_validation(error))
-        if isinstance(error, HTTPException):
+            error = _validation(error)
+        elif isinstance(error, HTTPException):
             missing = f"no such path: {request.url.path!r:.100}"
             message = missing if error.status_code == 404 else str(error.detail)
-            return answer(ApiError(error.status_code, message))
-        if isinstance(error, ForerunError):
-            return answer(api_error(error))
-        return error_response(ApiError(500, FAILED))
+            error = ApiError(error.status_code, message)
+        elif not isinstance(error, ForerunError):
+            return error_response(ApiError(500, FAILED))
+        answer = api_error(error)
+        server.metrics.refused[words.get(answer.status, "invalid")].inc()
+        return error_response(answer)
 
     for kind in (ForerunError, RequestValidationError, HTTPException, Gone, Exception):
         app.add_exception_handler(kind, failed)

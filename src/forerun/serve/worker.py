@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from forerun.engine import Completion, Engine, Event, Logprob, Request, Stats
 from forerun.engine.prefixes import Prefixes
@@ -56,34 +56,25 @@ Update = Event | ForerunError
 """What happened to a job: an event, whose request is its place in the reply; or why it failed."""
 
 
-@dataclass(eq=False)
-class Ticket:
-    """A job on its way through the worker."""
-
-    reply: Reply
-    index: int
-    job: Request
-    arrived: float = field(default_factory=time.perf_counter)
-    request: int | None = None  # the engine's id
-
-
 class Reply:
-    """The updates of the jobs of one client, in order; iterate it on the event loop."""
+    """The updates of the jobs of one client, whose ids follow each other, in order; iterate it on
+    the event loop."""
 
-    def __init__(self, worker: Worker, jobs: Sequence[Request]) -> None:
-        self._worker = worker
+    def __init__(self, worker: Worker, jobs: range) -> None:
+        self._worker, self.jobs = worker, jobs
         self._room = BUFFER * len(jobs)
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
-        self._open = set(range(len(jobs)))
-        self.tickets = [Ticket(self, i, job) for i, job in enumerate(jobs)]
+        self._open = set(jobs)
         self.slow = asyncio.Event()  # whether it was cancelled because nobody read it
 
-    def put(self, index: int, update: Update) -> None:
+    def put(self, job: int, update: Update) -> None:
         """Take an update; one too many, and the reply fails: its reader is too slow."""
-        if index not in self._open:
+        if job not in self._open:
             return  # it was cancelled meanwhile
+        if isinstance(update, Event):
+            update.request = job - self.jobs.start
         if not isinstance(update, Event) or update.completion is not None:
-            self._open.discard(index)
+            self._open.discard(job)
         if self._updates.qsize() >= self._room:
             self.cancel()
             self.slow.set()
@@ -95,7 +86,7 @@ class Reply:
     async def updates(self) -> AsyncIterator[list[Event]]:
         """All events, those together that are there; ends with the last job's last, or raises the
         first error after what came before it."""
-        left = len(self.tickets)
+        left = len(self.jobs)
         while left:
             there = [await self._updates.get()]
             while not self._updates.empty():
@@ -134,7 +125,9 @@ class Worker:
         self.memory = Memory(model, config.memory)
         self.prefixes = Prefixes.of(config.prefix_cache, [model.target, *model.drafter.caches])
         self.draining = False
-        self._live: set[Ticket] = set()
+        self._live: dict[int, Reply] = {}
+        """By the ids of jobs that are not done. They are the engine's, which counts likewise."""
+        self._count = 0
         self._seconds = 1.0  # of a typical request, for Retry-After
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._engine = Engine(
@@ -147,11 +140,10 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         # What follows belongs to the engine's thread.
-        self._news: list[tuple[Ticket, Update]] = []
+        self._news: list[tuple[int, Update]] = []
         """What the event loop does not know yet. It wakes once per round: whenever it is woken,
         this thread may have to wait until it has done what there is to do."""
-        self._tickets: dict[int, Ticket] = {}
-        """By the engine's ids, of all that it was given."""
+        self._given: set[int] = set()  # jobs that the engine has
         self._ended = False
 
     def start(self) -> None:
@@ -165,7 +157,7 @@ class Worker:
 
     @property
     def running(self) -> int:
-        return len({ticket.request for ticket in self._live} & self._engine.running.keys())
+        return len(self._live.keys() & self._engine.running.keys())
 
     @property
     def waiting(self) -> int:
@@ -197,14 +189,16 @@ class Worker:
             message = f"{self.waiting} requests wait already; try again later"
             after = round((1 + self.waiting / rows) * self._seconds)
             raise ApiError(429, message, None, "queue_full", max(1, min(60, after)))
-        reply = Reply(self, jobs)
-        self._live.update(reply.tickets)
-        self._inbox.put(lambda: self._submit(reply.tickets))
+        ids = range(self._count, self._count + len(jobs))
+        reply, arrived = Reply(self, ids), time.perf_counter()
+        self._count = ids.stop
+        self._live.update(dict.fromkeys(ids, reply))
+        self._inbox.put(lambda: self._submit(ids, jobs, arrived))
         return reply
 
     def answer_empty(self, jobs: Sequence[Request]) -> Reply:
         """The reply to jobs that write nothing: all of it is there at once."""
-        reply = Reply(self, jobs)
+        reply = Reply(self, range(len(jobs)))
         for i, job in enumerate(jobs):
             stats = Stats.of([], len(job.prompt), 0.0, 0.0, 0.0)
             done = Completion("", [], "length", [], stats, [], seed=0, logprobs=[])
@@ -212,8 +206,9 @@ class Worker:
         return reply
 
     def forget(self, reply: Reply) -> None:
-        self._live.difference_update(reply.tickets)
-        self._inbox.put(lambda: self._cancel(reply.tickets))
+        for job in reply.jobs:
+            self._live.pop(job, None)
+        self._inbox.put(lambda: self._cancel(reply.jobs))
 
     async def score(self, texts: Sequence[Sequence[int]], top: int) -> list[Sequence[Logprob]]:
         """Of every token of some texts but their first, by the target alone."""
@@ -237,22 +232,22 @@ class Worker:
         while self._live and self.alive and waits():
             await asyncio.sleep(0.02)
         gone = ApiError(503, "the server is shutting down", retry_after=5)
-        self._deliver([(ticket, gone) for ticket in self._live])
+        self._deliver([(job, gone) for job in self._live])
         self._inbox.put(self._end)
         deadline = time.monotonic() + LAST_ROUND
         while self.alive and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
-    def _deliver(self, updates: Sequence[tuple[Ticket, Update]]) -> None:
-        known = [(ticket, update) for ticket, update in updates if ticket in self._live]
-        for ticket, update in known:
+    def _deliver(self, updates: Sequence[tuple[int, Update]]) -> None:
+        known = [(self._live[job], job, update) for job, update in updates if job in self._live]
+        for reply, job, update in known:
             done = update.completion if isinstance(update, Event) else None
             if done is not None:
                 self._seconds += 0.1 * (done.stats.seconds - self._seconds)
             if done is not None or isinstance(update, ForerunError):
-                self._live.discard(ticket)
-            ticket.reply.put(ticket.index, update)
-        self._watch([update for _, update in known])
+                self._live.pop(job, None)
+            reply.put(job, update)
+        self._watch([update for _, _, update in known])
 
     # --- in the engine's thread -------------------------------------------------------------
 
@@ -262,12 +257,12 @@ class Worker:
             while not self._ended:
                 self._listen()
                 self._flush()
-                if self._tickets:
+                if self._given:
                     self._news.extend(map(self._update, self._engine.step()))
         except BaseException as error:
             log.exception("the engine's thread ended")
             ended = ApiError(503, f"the engine ended ({type(error).__name__})")
-            self._news.extend((ticket, ended) for ticket in self._tickets.values())
+            self._news.extend((job, ended) for job in self._given)
             self._flush()
 
     def _flush(self) -> None:
@@ -280,7 +275,7 @@ class Worker:
 
     def _listen(self) -> None:
         """Do what was asked meanwhile; with nothing else to do, wait for it."""
-        idle = not self._tickets
+        idle = not self._given
         if idle:
             self._flush()
         while True:
@@ -298,25 +293,23 @@ class Worker:
         limit = self._engine.target.limit
         return min(len(job.prompt) + job.sampling.max_new_tokens, limit)
 
-    def _submit(self, tickets: Sequence[Ticket]) -> None:
-        for ticket in tickets:
-            ticket.request = self._engine.submit(ticket.job, since=ticket.arrived)
-            self._tickets[ticket.request] = ticket
+    def _submit(self, ids: range, jobs: Sequence[Request], arrived: float) -> None:
+        for job, request in zip(ids, jobs, strict=True):
+            number = self._engine.submit(request, since=arrived)
+            assert number == job, "the engine counts the jobs it is given"
+            self._given.add(job)
 
-    def _cancel(self, tickets: Sequence[Ticket]) -> None:
-        for ticket in tickets:
-            if ticket.request in self._tickets:
-                del self._tickets[ticket.request]
-                self._engine.cancel(ticket.request)
+    def _cancel(self, jobs: range) -> None:
+        for job in self._given.intersection(jobs):
+            self._given.discard(job)
+            self._engine.cancel(job)
 
-    def _update(self, event: Event) -> tuple[Ticket, Update]:
-        ticket, done = self._tickets[event.request], event.completion
-        event.request = ticket.index
+    def _update(self, event: Event) -> tuple[int, Update]:
+        job, done = event.request, event.completion
         if done is not None:
-            assert ticket.request is not None
-            del self._tickets[ticket.request]
+            self._given.discard(job)
             if done.error is not None:
-                return ticket, _failed(done.error_type or Exception, done.error)
+                return job, _failed(done.error_type or Exception, done.error)
             seconds, first = (  # from when it had a row
                 max(given - event.queued, 0.0)
                 for given in (done.stats.seconds, done.stats.first_token_seconds)
@@ -326,14 +319,14 @@ class Worker:
         try:
             _ = event.pieces
         except Exception as error:  # its tokenizer
-            self._cancel([ticket])
-            return ticket, _failed(type(error), f"its text could not be made: {error!r}")
-        return ticket, event
+            self._cancel(range(job, job + 1))
+            return job, _failed(type(error), f"its text could not be made: {error!r}")
+        return job, event
 
     def _end(self) -> None:
         """Leave `_run`; what still ran is dropped."""
         self._ended = True
-        self._tickets.clear()
+        self._given.clear()
         self._engine.clear()
 
 
