@@ -105,6 +105,14 @@ def test_bad_use_is_an_error(spec, message):
         CONTROLLERS.make(spec)
 
 
+def test_settings_without_names_are_those_that_python_takes_without():
+    """CM-ASD's weights are named in both."""
+    made = CONTROLLERS.make("cm-asd(0.5, 2)")
+    assert made == type(made)(0.5, 2) == type(made)(alpha=0.5, low=2)
+    with pytest.raises(SettingError, match="at most 4 settings without their names"):
+        CONTROLLERS.make("cm-asd(0.5,2,9,true,0.3)")
+
+
 def test_a_part_is_not_taken_for_another_kind():
     with pytest.raises(SettingError, match="must be text or an instance of AcceptanceRule"):
         RULES.make(CONTROLLERS.make("fixed"))

@@ -208,9 +208,11 @@ class Registry:
         for key in spec.kwargs:
             if key not in names:
                 raise UnknownNameError.among(f"setting of {self.kind} {spec.name!r}", key, names)
-        if len(spec.args) > len(names):
-            raise SettingError(f"{spec.name!r} takes at most {len(names)} settings, got {spec}")
-        values = dict(zip(names, spec.args, strict=False))
+        unnamed = [key for key, f in known.items() if not f.kw_only]
+        if len(spec.args) > len(unnamed):
+            most = f"{spec.name!r} takes at most {len(unnamed)} settings without their names"
+            raise SettingError(f"{most}, got {spec}")
+        values = dict(zip(unnamed, spec.args, strict=False))
         if twice := values.keys() & spec.kwargs.keys():
             raise SettingError(f"{spec.name!r} got {sorted(twice)[0]!r} twice in {spec}")
         values.update(spec.kwargs)

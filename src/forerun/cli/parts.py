@@ -70,11 +70,11 @@ class Card:
 
     @property
     def settings(self) -> list[tuple[str, str | None]]:
-        """Names and defaults; None where a setting must be given."""
+        """Names and defaults, in the order in which they may go unnamed; None: it must be given."""
         if not is_dataclass(self.cls):
             return []
         out: list[tuple[str, str | None]] = []
-        for f in fields(self.cls):
+        for f in sorted(fields(self.cls), key=lambda f: f.kw_only):
             if f.init:
                 default = f.default_factory() if f.default_factory is not MISSING else f.default
                 out.append((f.name, None if default is MISSING else _literal(default)))
