@@ -28,6 +28,9 @@ class Controller:
     """Most nodes of a tree, what it drafts among them, that a drafter which can grows in the same
     steps and the target judges in the same pass; 0: drafts are chains."""
 
+    def __post_init__(self) -> None:
+        check(self)
+
 
 class LengthPolicy(Controller, ABC):
     """Decides, round by round, how many tokens to draft for one request; never sees what they cost.
@@ -44,9 +47,6 @@ class LengthPolicy(Controller, ABC):
 
     stops_early: ClassVar[bool] = False
     """Whether `step` and `trim` are called. A draft that nobody looks into may run in one go."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def signals(self, certain: bool) -> frozenset[str]:
         """Fields of `Token` that it reads; it is shown no others.

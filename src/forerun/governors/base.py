@@ -9,7 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from forerun.checks import Count, Named, Within, check
+from forerun.checks import Count, Named, Within
 from forerun.controllers.base import Chance, Controller, Forecaster, Outlook
 from forerun.costs import Costs
 
@@ -110,9 +110,6 @@ class Governor(Controller, ABC):
 
     signals: ClassVar[frozenset[str]] = frozenset()
     """What a draft shall say of its tokens besides what the policy reads."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
     @cached_property
     def given(self) -> Costs | None:

@@ -1,33 +1,36 @@
 """`exact`: accept while the draft is the target's arg-max; greedy requests only."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from forerun.errors import SettingError
 from forerun.rules.base import AcceptanceRule, match_greedy
 from forerun.types import Array, Draft, Target, Verdict
 
 
+class ArgMaxRule(AcceptanceRule):
+    """Accepts a drafted token while it is the target's arg-max, the only token there may be."""
+
+    lossless = True
+    matches_greedy = True
+    takes_leaves = True
+    needs: ClassVar[str]  # for that to be so, and what it got instead
+
+    def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
+        """Compare with the arg-max; `uniforms` is not read. Raises `SettingError`."""
+        if not target.greedy.all():
+            row = target.greedy.tolist().index(False)
+            raise SettingError(f"rule {self.needs} in row {row}; use rule 'standard'")
+        return match_greedy(draft, target.logits)
+
+
 @dataclass(frozen=True)
-class Exact(AcceptanceRule):
+class Exact(ArgMaxRule):
     """Accept a drafted token while it is the target's most likely token.
 
     Reference: Stern et al. 2018 (blockwise decoding); the greedy case of Leviathan et al. 2023
     [leviathan2023].
     """
 
-    lossless = True
-    matches_greedy = True
-    takes_leaves = True
     greedy_only = True
-
-    def decide(self, draft: Draft, target: Target, uniforms: Array) -> Verdict:
-        """Compare with the arg-max; `uniforms` is not read."""
-        refuse_coins(target, "rule 'exact' needs temperature 0, got a sampling request")
-        return match_greedy(draft, target.logits)
-
-
-def refuse_coins(target: Target, why: str) -> None:
-    """Raise `SettingError` if in some row the arg-max is not the only token."""
-    if not target.greedy.all():
-        row = [bool(greedy) for greedy in target.greedy].index(False)
-        raise SettingError(f"{why} in row {row}; use rule 'standard'")
+    needs = "'exact' needs temperature 0, got a sampling request"
