@@ -31,7 +31,7 @@ class Window(Persistent):
             the same sweep.
         low: γ_min, tokens, ≥ 1. The paper gives no value; 1 is the smallest that can learn.
         high: γ_max, tokens. The paper gives no value; 24 is its largest starting length.
-        literal: run Algorithm 1 as printed (see below).
+        literal: run Algorithm 1 as printed.
         early_stop: what a fully accepted draft teaches that ended before γ by somebody's decision
             (the confidence threshold of `gammatune+`, a difficult token). The paper does not say.
             `"expand"`: `A + δ`, taking "all drafted were accepted" for "A = γ" (the default, best
