@@ -74,7 +74,7 @@ class Card:
         if not is_dataclass(self.cls):
             return []
         out: list[tuple[str, str | None]] = []
-        for f in sorted(fields(self.cls), key=lambda f: f.kw_only):
+        for f in sorted(fields(self.cls), key=lambda f: bool(f.kw_only)):
             if f.init:
                 default = f.default_factory() if f.default_factory is not MISSING else f.default
                 out.append((f.name, None if default is MISSING else _literal(default)))
