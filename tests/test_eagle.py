@@ -178,6 +178,7 @@ def test_of_a_long_prompt_only_the_end_is_read(
 ) -> None:
     """As if the text began there; a prompt in parts, ragged rows, drafts that are rejected."""
     monkeypatch.setattr("forerun.runtime.eagle.EagleHead.span", 8)
+    monkeypatch.setattr("forerun.runtime.head_file.HeadWeights.span", 8)
     model = build("llama")
     rows, contexts = RUNTIMES[runtime](model), texts(30, 5)
     drafter = Eagle(saved(tmp_path)).build(rows, None)

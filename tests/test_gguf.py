@@ -35,10 +35,10 @@ from forerun.runtime.openvino import blocks, forms, load
 from forerun.runtime.openvino import gguf as reading
 from forerun.runtime.openvino.blocks import rounds_inputs
 from forerun.runtime.openvino.executor import OpenVINOExecutor
-from forerun.runtime.openvino.export import attentions
 from forerun.runtime.openvino.load import from_name
 from forerun.runtime.openvino.nodes import attach
 from forerun.runtime.openvino.parts import narrows
+from forerun.runtime.openvino.placeholders import attentions
 from gguf_files import LIMIT, SPECIAL, TOKENS, write
 from marks import spread
 
@@ -472,7 +472,7 @@ def test_states_of_named_depths(family: str, known: tuple[int, ...], tmp_path: P
             layer.register_forward_hook(lambda _, __, output: streams.append(output))
         model(input_ids=torch.tensor([IDS]))
     wanted = torch.cat([x[0] if x.dim() == 3 else x for x in streams], -1)
-    got = executor.states.read(0, 0, len(IDS))
+    got = torch.from_numpy(executor.states.read(0, 0, len(IDS)))
     assert (got - wanted).abs().max() < ROUNDED * wanted.abs().max()
 
 

@@ -25,6 +25,7 @@ LAYERS = [
         "confidence",
         "costs",
         "languages",
+        "lazy",
         "chat",
     ],
     ["controllers", "rules"],
@@ -58,7 +59,7 @@ ALLOWED.update(
     }
 )
 CHECKED = {"errors", "checks"}
-ALLOWED.update(signals={"errors", "types"}, arrays={"signals", "types"})
+ALLOWED.update(signals={"errors", "lazy", "types"}, arrays={"lazy", "signals", "types"})
 ALLOWED.update(costs=CHECKED, chat=CHECKED, confidence=CHECKED)
 
 
@@ -109,7 +110,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path):
     [
         ("forerun", ["torch", "transformers"]),
         ("forerun.controllers", ["torch", "transformers"]),
-        ("forerun.rules", ["transformers"]),
+        ("forerun.rules", ["torch", "transformers"]),
     ],
 )
 def test_light_packages_stay_light(module, heavy):

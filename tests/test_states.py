@@ -55,7 +55,7 @@ def test_states_are_those_of_the_model_run_alone(family: str, runtime: str) -> N
     assert (states.depths, states.width) == (DEPTHS, 32)
 
     def check(row: int, text: list[int], first: int) -> None:
-        got = states.read(row, first, len(text))
+        got = torch.as_tensor(states.read(row, first, len(text)))
         torch.testing.assert_close(got, alone(model, text)[first:], atol=5e-4, rtol=1e-3)
 
     rows.read(prompts, 20)  # all but the last token, of which no logits are wanted

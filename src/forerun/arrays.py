@@ -4,24 +4,26 @@ A few numbers take numpy a third of the time that they take torch; exponentials 
 are torch's on the host, too. What both libraries call the same is called as it is (`library`).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 
+from forerun.lazy import torch
 from forerun.signals import float_type
 from forerun.types import Array
 
 BLOCK = 128  # tokens whose weights are summed before it is known among which the drawn one is
 
 
-def on_host(values: torch.Tensor) -> Array:
+def on_host(values: Array) -> Array:
     """Logits on the CPU as an array, of at least 32 bits; on a GPU as they are."""
     try:
-        array = values.numpy()
+        array = values if isinstance(values, np.ndarray) else values.numpy()
     except TypeError:  # of a GPU, or of a type that numpy lacks
         return values if values.device.type != "cpu" else values.float().numpy()
     return array if array.dtype != np.float16 else array.astype(np.float32)
@@ -58,6 +60,18 @@ def at_most(array: Array, most: float) -> Array:
 def at_least(array: Array, least: float) -> Array:
     """`array.clip(least)`, likewise."""
     return np.maximum(array, least) if isinstance(array, np.ndarray) else array.clamp(min=least)
+
+
+def copied(array: Array) -> Array:
+    """A copy of an array."""
+    return array.copy() if isinstance(array, np.ndarray) else array.clone()
+
+
+def padded(array: Array, above: int, behind: int) -> Array:
+    """`(n, k)` numbers with so many rows of zeros above them and columns of zeros behind."""
+    if isinstance(array, np.ndarray):
+        return np.pad(array, ((above, 0), (0, behind)))
+    return torch.nn.functional.pad(array, (0, behind, above, 0))
 
 
 def cast(array: Array, dtype: Any) -> Array:

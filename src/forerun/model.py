@@ -1,14 +1,15 @@
 """Models to generate with: `load` one, then `generate` or `stream`."""
 
+from __future__ import annotations
+
 import re
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from forerun import chat, zoo
@@ -26,6 +27,7 @@ from forerun.engine.prefixes import Prefixes, Reuse
 from forerun.engine.shared import SharedEngine
 from forerun.errors import ForerunWarning, GenerationError, SettingError, UnknownNameError, require
 from forerun.languages import DecoderOpening, opening
+from forerun.lazy import torch
 from forerun.prompts import Reader, answering, encode, read, split
 from forerun.rules import RULES, AcceptanceRule
 from forerun.runtime import Executor, Rows, gguf, load_tokenizer
@@ -41,10 +43,10 @@ MANY = 1_000_000_000
 CHAIN = re.compile(r"\s*(\w+)((?:\([^()]*\))?)\s*\+\s*(.+)", re.DOTALL)
 """Name and settings of the first drafter of a chain, and the second."""
 
-PromptLike = (
-    str | Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor | Mapping[str, Any]
-    | Sequence[Mapping[str, Any]]
-)  # fmt: skip
+PromptLike: TypeAlias = (
+    "str | Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor | Mapping[str, Any]"
+    " | Sequence[Mapping[str, Any]]"
+)
 """Text, token ids in a list or a 1-D array, what a tokenizer made of one text, or messages."""
 
 
@@ -338,8 +340,8 @@ def load(
     runs = RUNTIMES.make(runtime or ("torch" if spec.on_torch else default_runtime()))
     spec = _running(spec, runs, trust_remote_code)
     where = zoo.locate(target)
-    if zoo.is_shipped(target) and dtype is None and resolve_device(device).type == "cpu":
-        dtype = torch.float32
+    if zoo.is_shipped(target) and dtype is None and resolve_device(device) == "cpu":
+        dtype = "float32"
     rows = runs.load(Source(where, device, dtype, trust_remote_code, depths=spec.depths(where)))
     tokenizer = load_tokenizer(where, trust_remote_code)
     drafter = spec.build(rows, tokenizer)

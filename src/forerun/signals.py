@@ -1,12 +1,15 @@
 """What a distribution says about its own tokens, in one pass over the logits."""
 
+from __future__ import annotations
+
 import math
 import threading
 from collections.abc import Sequence, Set
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+from forerun.lazy import torch
 
 
 def measure(logits: torch.Tensor, tokens: torch.Tensor, names: Set[str]) -> dict[str, torch.Tensor]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
+from forerun.arrays import library, padded
 from forerun.drafters.base import (
     Prompts,
     Proposal,
@@ -21,13 +23,15 @@ from forerun.drafters.base import (
 from forerun.drafters.memory import fingerprint as tokens_of
 from forerun.drafters.stepping import NO_PLACES, branching
 from forerun.errors import SettingError
+from forerun.lazy import torch
 from forerun.runtime import gguf
 from forerun.runtime.attention import Parents
 from forerun.runtime.base import CHUNK, LOGITS, Best, Facts, Rows
 from forerun.runtime.drafts import own_draft, read_about, spread
-from forerun.runtime.eagle import KIND, EagleHead, HeadExecutor, StateReader, load_eagle
+from forerun.runtime.head_file import KIND, HeadWeights, read_head
 from forerun.runtime.states import States
 from forerun.runtime.support import check_decoder_only
+from forerun.types import Array
 
 HEADS = Path(__file__).parent / "heads"  # heads that ship, by the hashes of tokenizer and target
 
@@ -41,28 +45,26 @@ class EagleDrafter(RowsDrafter):
     Args:
         target: its executor leaves states; the engine verifies with it.
         states: those.
-        head: what drafts.
+        head: what drafts, a `StateReader` of `runtime.eagle` or `HeadWeights`.
         tokens: `(V,)` ids of the tokens that it says.
         name: of the head.
     """
 
-    def __init__(
-        self, target: Rows, states: States, head: StateReader, tokens: torch.Tensor, name: str
-    ) -> None:
+    def __init__(self, target: Rows, states: States, head: Any, tokens: Array, name: str) -> None:
         self.target: Rows = target
         self.rows = rows = head_rows(head, len(tokens), target, name)
         self.caches, self.limit = (rows,), target.limit
         self._states, self._head = states, head
-        self._tokens, self._ids = tokens.long().to(target.device), tokens.tolist()
-        cut = torch.arange(target.vocab_size)
+        self._ids: list[int] = tokens.tolist()
+        cut = np.arange(target.vocab_size)
         if head.reads < target.vocab_size:
-            cut.fill_(len(tokens))
-            cut[tokens.long()] = torch.arange(len(tokens))
+            cut.fill(len(tokens))
+            cut[self._ids] = np.arange(len(tokens))
         self._cut: list[int] = cut.tolist()
         self._executor: Any = rows.executor
         self.ahead = rows.executor.ahead
         self._outputs: Any = rows.executor.states
-        self._newest: dict[int, torch.Tensor] = {}
+        self._newest: dict[int, Array] = {}
         """Rows under way in this round, and the head's output `(1, D)` of each one's last token; of
         a tree those of all its last pass."""
         self._true: dict[int, int] = {}
@@ -154,6 +156,10 @@ class EagleDrafter(RowsDrafter):
         self._keep_outputs(pieces, places)
         return spread(logits, self._tokens, self.target.vocab_size)
 
+    @cached_property
+    def _tokens(self) -> torch.Tensor:
+        return torch.tensor(self._ids, device=self.target.device)
+
     def _given(self, texts: Texts, places: Mapping[int, Sequence[int]]) -> list[list[int]]:
         """What a pass is fed, which is given what else it reads; `places` as of `branch`."""
         pieces = self._pieces(texts)
@@ -187,15 +193,15 @@ class EagleDrafter(RowsDrafter):
                 continue
             begin, end = self.rows.begins[row], n + len(piece) - 1 - len(nodes)
             states = self._states.read(row, begin + max(n - 1, 0), begin + end)
-            if isinstance(self._executor, HeadExecutor):  # others' passes project them
-                states = self._head.fused(states.to(self.rows.device), len(self._states.depths))
+            if self._executor.on_torch:  # others' passes project them
+                states = torch.as_tensor(states).to(self.rows.device)
+                states = self._head.fused(states, len(self._states.depths))
             # The first token has none before it, and what was copied into a row has none.
             if lacking := len(piece) - len(nodes) - len(states):
-                states = torch.nn.functional.pad(states, (0, 0, lacking, 0))
+                states = padded(states, lacking, 0)
             if own is not None:
-                wider = own.shape[1] - states.shape[1]
-                states = torch.nn.functional.pad(states, (0, wider)).to(own.device)
-                states = torch.cat([states, own[list(nodes)]])
+                states = padded(states, 0, own.shape[1] - states.shape[1])
+                states = library(own).concatenate([states, own[list(nodes)]])
             out.append(states)
         self._executor.given = out
 
@@ -236,6 +242,11 @@ class Eagle(TrainedDraft):
         folder = path or self.folder(target)
         states = target.executor.tap(_depths(folder))
         model = target.executor.module()
+        if target.facts.executor == "openvino":
+            own = read_head(folder, states.width, model, target.vocab_size)
+            return EagleDrafter(target, states, own, own.tokens, folder)
+        from forerun.runtime.eagle import load_eagle
+
         head, tokens = load_eagle(folder, states.width, model, target.vocab_size)
         return EagleDrafter(target, states, head, tokens, folder)
 
@@ -266,15 +277,17 @@ def shipped_head(identity: str, tokenizer: str = "*") -> str | None:
     return next(map(str, folders), None)
 
 
-def head_rows(head: StateReader, vocab: int, target: Rows, name: str) -> Rows:
+def head_rows(head: Any, vocab: int, target: Rows, name: str) -> Rows:
     """Rows of a head that says `vocab` tokens: of our own, on the kind of executor that runs its
     target."""
     facts = Facts(vocab, target.limit, layers=1, weights=head.weights, token_bytes=head.token_bytes,
                   executor="torch", name=name)  # fmt: skip
-    if isinstance(head, EagleHead):
-        if target.facts.executor == "openvino":
-            from forerun.runtime.openvino.eagle import openvino_head
+    if isinstance(head, HeadWeights):
+        from forerun.runtime.openvino.eagle import openvino_head
 
-            return Rows(openvino_head(head, facts, target.executor))
+        return Rows(openvino_head(head, facts, target.executor))
+    from forerun.runtime.eagle import EagleHead, HeadExecutor
+
+    if isinstance(head, EagleHead):
         head = head.to(target.device)
     return Rows(HeadExecutor(head, facts, target.device))

@@ -12,8 +12,8 @@ from forerun.errors import ModelError
 from forerun.registry import Spec
 from forerun.runtime import gguf
 from forerun.runtime.drafts import ABOUT, read_about
-from forerun.runtime.eagle3 import CONFIG, FLAGS, read_config
-from forerun.runtime.load import header
+from forerun.runtime.head_file import CONFIG, FLAGS
+from forerun.runtime.load import header, read_json
 
 KNOWN = (
     "a model (a folder of transformers, or a GGUF file), what forerun train-draft makes, and "
@@ -59,7 +59,7 @@ def contents_of(path: str) -> Contents:
         raise ModelError(
             f"{path!r} holds no draft: neither {CONFIG} nor {ABOUT} is there; a draft is {KNOWN}"
         )
-    config = read_config(path)
+    config = read_json(folder / CONFIG)
     layout = config.get("speculators_model_type")
     kind = str(layout or _published(config, folder))
     if kind == "eagle3":

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-import torch
-
 from forerun.checks import Named
 from forerun.drafters.base import (
     Drafter,
@@ -22,6 +20,7 @@ from forerun.drafters.base import (
 )
 from forerun.drafters.stepping import NO_PLACES, branching
 from forerun.errors import ForerunWarning, ModelError
+from forerun.lazy import torch
 from forerun.runtime.attention import Parents
 from forerun.runtime.base import CHUNK, Executor, Rows
 from forerun.runtime.load import load_tokenizer

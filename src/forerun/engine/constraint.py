@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from forerun.engine.text import TokenBytes, common, special_tokens, token_bytes
 from forerun.errors import SettingError
+from forerun.lazy import torch
 from forerun.requests import Constraint
 
 KEPT = 64  # masks that are kept: more than a round's

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from forerun.arrays import draw, library, on_host, probability_type
@@ -16,6 +15,7 @@ from forerun.engine.leaves import grow, takes_leaves
 from forerun.engine.lengths import Lengths
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
+from forerun.lazy import torch
 from forerun.runtime.base import LOGITS, Best, best_of
 from forerun.signals import measure, read
 from forerun.types import LIVE_SIGNALS, SIGNALS, Array, Stop, Token
@@ -163,7 +163,7 @@ class RoundContext:
         if step.best is None:
             return step.logits
         own = step.best.signals.pop(LOGITS)
-        if isinstance(own, torch.Tensor):
+        if not isinstance(own, list):
             return own[:, 0]
         if place == len(self._raw):
             self._raw.append(np.zeros((len(own), len(own[0][0])), np.float32))

@@ -10,7 +10,6 @@ from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-import torch
 
 from forerun.arrays import beside, on_host
 from forerun.drafters.base import Proposal
@@ -18,6 +17,7 @@ from forerun.engine.results import Logprob
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.errors import NumericalError, SettingError
+from forerun.lazy import torch
 from forerun.rules.base import AcceptanceRule, ComparedRow
 from forerun.runtime.base import Best, Pieces
 from forerun.signals import entropy_of, float_type

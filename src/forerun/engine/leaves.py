@@ -6,9 +6,9 @@ token behind it, too, or goes on along a node that is that. Second choices, *lea
 behind them; those of a tree were drafted.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from __future__ import annotations
 
-import torch
+from collections.abc import Iterable, Mapping, Sequence
 
 from forerun.arrays import sample
 from forerun.drafters.base import Proposal
@@ -16,6 +16,7 @@ from forerun.engine.judging import Judgements, RowVerdict
 from forerun.engine.lengths import Lengths
 from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
+from forerun.lazy import torch
 from forerun.rules.base import second_draw
 from forerun.runtime.base import Best, best_of
 

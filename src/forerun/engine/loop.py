@@ -11,8 +11,6 @@ from functools import partial
 from operator import add, eq, sub
 from typing import Any
 
-import torch
-
 from forerun.controllers.base import Controller
 from forerun.costs import Costs
 from forerun.drafters.base import Drafter, Proposal
@@ -40,6 +38,7 @@ from forerun.engine.row import Row
 from forerun.engine.sampling import Sampler
 from forerun.errors import SettingError, require
 from forerun.governors.base import SLOPE, Governor, Outcome, Seat
+from forerun.lazy import torch
 from forerun.requests import Request, Sampling
 from forerun.rules.base import AcceptanceRule
 from forerun.runtime.base import (
@@ -103,7 +102,6 @@ class Engine:
         self._meter = Meter.of(self.target, drafter) if meter is None else meter
         self._ids, self._clock = itertools.count(), self._meter.clock
         self._lengths = Lengths(self._memory, self.drafter.blind)
-        self._inference = torch.inference_mode()  # made once: a round is short
         caches = self.target, *drafter.caches
         self._reuse = Reuse(prefixes, caches)
         alone = all(rows.executor.own_threads for rows in caches)
@@ -289,6 +287,11 @@ class Engine:
         self._sampler = Sampler(
             [row.sampling for row in rows], [row.eos for row in rows], [row.noise for row in rows]
         )
+        executors = [own.executor for own in (self.target, *self.drafter.caches)]
+        by_torch = any(own.on_torch for own in executors) or not self._sampler.trivial
+        # Made once: a round is short.
+        self._inference: AbstractContextManager[Any]
+        self._inference = torch.inference_mode() if by_torch else nullcontext()
         trees = self.target.executor.trees
         self._guide = RoundContext(rows, self._lengths, self._sampler, self._clock, trees)
         self._may_exclude = any(row.sampling.excludes for row in rows)

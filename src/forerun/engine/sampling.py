@@ -9,10 +9,10 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from forerun.engine.constraint import Bans, Place
 from forerun.errors import SettingError
+from forerun.lazy import torch
 from forerun.requests import Sampling
 from forerun.types import Array
 

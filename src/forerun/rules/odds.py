@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 
 from forerun.arrays import (
     at_most,
@@ -26,6 +25,7 @@ from forerun.arrays import (
     softmax,
 )
 from forerun.errors import require
+from forerun.lazy import torch
 from forerun.signals import measure
 from forerun.types import Array, Draft, Target
 

@@ -1,14 +1,14 @@
 """Attention of passes over rows: grouped queries without copies of keys and values, windows, and
 token trees: pieces of which not every token follows the one before it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-import torch
-import torch.nn.functional as F
+from typing import Any, TypeAlias
 
 from forerun.errors import SettingError
+from forerun.lazy import torch
 
 Parents = Sequence[Sequence[int]]
 """Per row, for each token of its piece, the place in the piece of the token that it follows, an
@@ -16,7 +16,7 @@ earlier one; −1: the one before it. Rows without any are chains."""
 FARTHEST = 63  # places before a token, the farther ones of which it sees, all of them
 FOLDED = "forerun_folded"  # name of `folded_attention` in transformers' registry
 
-Mask = torch.Tensor | dict[str, torch.Tensor]
+Mask: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
 """Additive, of all layers or by the type of a layer as the configuration names it."""
 Windows = dict[str, int | None] | int | None
 """Columns that a token sees, its own among them; None: all. Of all layers or by their type."""
@@ -50,7 +50,7 @@ def folded_attention(
     if attention_mask.shape[2] != groups * width:
         attention_mask = folded_mask(attention_mask[:, :, :width], groups)
     longer = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
-    out = F.scaled_dot_product_attention(
+    out = torch.nn.functional.scaled_dot_product_attention(
         longer, key, value, attn_mask=attention_mask, scale=scaling
     )
     return out.unflatten(2, (groups, width)).permute(0, 3, 1, 2, 4).flatten(2, 3), None

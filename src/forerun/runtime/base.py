@@ -12,13 +12,15 @@ from operator import add
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from forerun.arrays import copied
 from forerun.errors import PromptError, SettingError
+from forerun.lazy import loaded, torch
 from forerun.runtime.attention import Parents
 from forerun.runtime.states import States
 from forerun.signals import float_type, measure, read
+from forerun.types import Array
 
 NO_ENCODER = "a source is for encoder-decoder models; this one has no encoder"
 Pieces = Sequence[Sequence[int]]  # per row the token ids it is fed next; may be empty
@@ -68,7 +70,7 @@ class Best:
 class Columns:
     """A copy of what an executor holds of consecutive tokens of one row."""
 
-    states: tuple[torch.Tensor, ...]  # per cache of keys or values `(heads, count, width)`
+    states: tuple[Array, ...]  # per cache of keys or values `(heads, count, width)`
     count: int  # tokens
 
     @property
@@ -77,7 +79,7 @@ class Columns:
 
     def part(self, first: int, last: int) -> Columns:
         """A copy of some of them."""
-        return Columns(tuple(s[:, first:last].clone() for s in self.states), last - first)
+        return Columns(tuple(copied(s[:, first:last]) for s in self.states), last - first)
 
 
 class Executor(ABC):
@@ -86,11 +88,12 @@ class Executor(ABC):
     neither be seen nor survive. A row that joins holds nothing."""
 
     facts: Facts
-    device: torch.device
+    device: torch.device | str
     copies: ClassVar[bool] = False  # whether it has `copy_out` and `copy_in`
     own_threads: ClassVar[bool] = False
     """Whether passes run on threads of their own. Torch's, which wait for more work busily after
     each operation that they share, would take their cores."""
+    on_torch: ClassVar[bool] = True  # whether it computes anything by torch
 
     trees: bool = False  # whether pieces may be trees, and it has `move`
     packs: ClassVar[bool] = False  # whether a pass takes all rows' tokens packed, not padded
@@ -113,7 +116,7 @@ class Executor(ABC):
     @abstractmethod
     def run(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
-    ) -> torch.Tensor:
+    ) -> Array:
         """Feed every row its next tokens.
 
         Args:
@@ -125,8 +128,9 @@ class Executor(ABC):
                 in the text behind these.
 
         Returns:
-            `(rows, max(wanted), V)` logits; column `j` of a row is after token
-            `len(piece) - wanted + j` of its piece, columns beyond `wanted` mean nothing.
+            `(rows, max(wanted), V)` logits, torch's unless none are wanted; column `j` of a row is
+            after token `len(piece) - wanted + j` of its piece, columns beyond `wanted` mean
+            nothing.
         """
 
     def best(
@@ -230,8 +234,8 @@ def best_of(logits: torch.Tensor, signals: frozenset[str]) -> Best:
 def logits_of(best: Best) -> torch.Tensor:
     """`(rows, n, V)`: a copy of what it was asked for, `LOGITS`."""
     own = best.signals[LOGITS]
-    if isinstance(own, torch.Tensor):
-        return own
+    if not isinstance(own, list):
+        return own  # type: ignore[no-any-return]
     return torch.from_numpy(np.stack([np.stack(row) for row in own]))
 
 
@@ -260,12 +264,14 @@ def read_stacked(values: list[Any], signals: frozenset[str]) -> Best:
 
 def _inferring(method: _Method) -> _Method:
     """In `torch.inference_mode()`, which a round is in already: entering it again would take as
-    long as all else the engine does in a step."""
-    outside = torch.inference_mode()(method)
+    long as all else the engine does in a step. Executors without torch need none."""
 
     @wraps(method)
-    def run(*args: Any, **more: Any) -> Any:
-        return (method if torch.is_inference_mode_enabled() else outside)(*args, **more)
+    def run(rows: Rows, *args: Any, **more: Any) -> Any:
+        if not rows.executor.on_torch or torch.is_inference_mode_enabled():
+            return method(rows, *args, **more)
+        with torch.inference_mode():
+            return method(rows, *args, **more)
 
     return run  # type: ignore[return-value]
 
@@ -312,13 +318,13 @@ class Rows:
         if length < self.lengths[row]:
             self.lengths[row] = length
 
-    @torch.inference_mode()
+    @_inferring
     def copy_out(self, row: int, first: int, last: int) -> Columns:
         """A copy of a row's tokens `first` to `last`; see `Executor.copies`."""
         assert first <= last <= self.lengths[row], "only what is covered can be copied"
         return self.executor.copy_out(row, first, last)
 
-    @torch.inference_mode()
+    @_inferring
     def extend(self, row: int, columns: Columns) -> None:
         """Cover what comes next in a row by a copy, instead of a pass."""
         self.executor.copy_in(row, self.lengths[row], columns)
@@ -326,7 +332,7 @@ class Rows:
         if self.executor.states is not None:
             self.executor.states.drop(row)
 
-    @torch.inference_mode()
+    @_inferring
     def move(self, row: int, source: int, place: int) -> None:
         """Let a row cover at `place` what it covers at `source`: a token of a tree in the newest
         pass that is kept, at its place in the text. A path moves from its root on."""
@@ -339,7 +345,7 @@ class Rows:
     @_inferring
     def feed(
         self, pieces: Pieces, wanted: Sequence[int] | None = None, parents: Parents = ()
-    ) -> torch.Tensor:
+    ) -> Array:
         """Feed every row its next tokens and cover them; see `Executor.run`. Without `wanted` the
         logits after every token are. `PromptError` if a row would grow beyond the context."""
         began, ends = time.perf_counter(), self._ends(pieces)
@@ -388,12 +394,15 @@ CHUNK = 512  # prompt tokens fed in one pass
 
 
 class OneThread:
-    """Inside, torch computes on one thread, afterwards on as many as before; see
+    """Inside, torch computes on one thread, afterwards on as many as before, if it is there; see
     `Executor.own_threads`. A fifth of a microsecond; not to be entered twice at once."""
 
     def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(1)
+        self._torch = loaded()
+        if self._torch is not None:
+            self._before = self._torch.get_num_threads()
+            self._torch.set_num_threads(1)
 
     def __exit__(self, *_: Any) -> None:
-        torch.set_num_threads(self._before)
+        if self._torch is not None:
+            self._torch.set_num_threads(self._before)

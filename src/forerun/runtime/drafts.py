@@ -1,5 +1,7 @@
 """A trained draft on disk: `draft.json` says what it is, `draft.safetensors` holds its tensors."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import warnings
@@ -8,18 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
+from forerun.arrays import copied, library
 from forerun.cache import replacing, write_json
 from forerun.errors import ForerunWarning, ModelError, first_line
-from forerun.runtime.packing import unmapped
+from forerun.lazy import torch
+from forerun.types import Array
 
 ABOUT, WEIGHTS = "draft.json", "draft.safetensors"
 FORMAT = "forerun draft 1"
 TOKENS = "tokens"  # the tensor of `(V,)` rising token ids of a draft that knows some
 SCALE = ".int8_scale"  # behind a matrix in 8 bits' name: that of its `(outputs, 1)` scales
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Array]
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ def load_draft(
     shapes: Callable[[About, Tensors], Mapping[str, tuple[int, ...]]],
     model: Any = None,
     vocab_size: int = 0,
-) -> tuple[About, Tensors, torch.Tensor | None]:
+    host: bool = False,
+) -> tuple[About, Tensors, Array | None]:
     """A draft for the drafter `kind`, and the `(V,)` ids of its vocabulary if it has one of its
     own, on the device of the target's module; matrices in 8 bits are widened to float32.
 
@@ -94,6 +99,7 @@ def load_draft(
         shapes: from what it says of itself and its tensors to the shapes that they must have.
         model: the target's module, if it is at hand; else it is on the CPU.
         vocab_size: of the target, above all ids in `TOKENS`; 0 if there are none.
+        host: give arrays of numpy, wherever the module is.
 
     Raises:
         ModelError: missing, damaged, of another kind, or not of this target's sizes.
@@ -102,7 +108,7 @@ def load_draft(
         ForerunWarning: it was trained for another target of the same sizes.
     """
     about = read_about(folder, kind)
-    tensors = widened(read_tensors(folder, [Path(folder).expanduser() / WEIGHTS]))
+    tensors = widened(read_tensors(folder, [Path(folder).expanduser() / WEIGHTS], host))
     try:
         wanted = shapes(about, tensors)
     except (ValueError, KeyError, TypeError) as error:
@@ -118,30 +124,34 @@ def load_draft(
             ForerunWarning,
             stacklevel=4,
         )
+    if host:
+        return about, tensors, None if tokens is None else tokens.astype(np.int64)
     device = "cpu" if model is None else model.device
     there = {name: tensor.to(device) for name, tensor in tensors.items()}
     return about, there, None if tokens is None else tokens.long().to(device)
 
 
-def read_tensors(folder: str | Path, files: Sequence[Path]) -> Tensors:
-    """All tensors of a folder's files, on the CPU; `ModelError` if they are damaged."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def read_tensors(folder: str | Path, files: Sequence[Path], host: bool = False) -> Tensors:
+    """All tensors of a folder's files, on the CPU, or as arrays of numpy; `ModelError` if they are
+    damaged."""
+    from safetensors import SafetensorError, safe_open
 
     out: Tensors = {}
     try:
         for file in files:
-            out |= {name: unmapped(tensor) for name, tensor in load_file(str(file)).items()}
+            with safe_open(file, "numpy" if host else "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    out[name] = copied(tensors.get_tensor(name))  # or it changes with the file
     except (OSError, ValueError, SafetensorError) as error:
         why = first_line(error)
         raise ModelError(f"cannot read the weights in {str(folder)!r}: {why}") from error
-    if damaged := [n for n, t in out.items() if not bool(t.isfinite().all())]:
+    if damaged := [n for n, t in out.items() if not bool(library(t).isfinite(t).all())]:
         what = f"the draft in {str(folder)!r} is damaged"
         raise ModelError(f"{what}: {damaged[0]} holds NaN or infinity")
     return out
 
 
-def shapes_of(own: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+def shapes_of(own: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
     """Of tensors by name."""
     return {name: tuple(tensor.shape) for name, tensor in own.items()}
 
@@ -189,10 +199,10 @@ def rounded(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return out
 
 
-def widened(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def widened(tensors: Mapping[str, Array]) -> Tensors:
     """Tensors with the matrices that are in 8 bits in float32."""
     return {
-        name: tensor.float() * tensors[name + SCALE] if name + SCALE in tensors else tensor
+        name: tensor * tensors[name + SCALE] if name + SCALE in tensors else tensor
         for name, tensor in tensors.items()
         if not name.endswith(SCALE)
     }

@@ -17,19 +17,12 @@ from forerun.errors import ModelError, SettingError, UnsupportedModelError
 from forerun.runtime.attention import Parents, additive, hidden_columns
 from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.cache import RowCache, cache_argument
-from forerun.runtime.drafts import TOKENS, About, Tensors, load_draft, shapes_of
+from forerun.runtime.drafts import Tensors
+from forerun.runtime.head_file import EPS, HEAD, ROTARY, WHOLE, HeadWeights, read_head
 from forerun.runtime.layers import Placed
 from forerun.runtime.packing import dense
 from forerun.runtime.padded import PaddedExecutor, PaddedPass
 from forerun.runtime.states import States
-
-KIND = "eagle"
-HEAD = 64  # width of an attention head
-EPS = 1e-5
-ROTARY = tuple(10_000.0 ** (-2 * i / HEAD) for i in range(HEAD // 2))
-"""Radians per place by which pairs turn."""
-
-WHOLE = 1 << 30  # A span that leaves nothing out
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of queries to keys and values, `(n, heads, tokens, width)` each, and its result."""
@@ -165,8 +158,7 @@ class EagleHead(StateHead):
     `HEAD`; `states` is how many numbers all depths' states of a token have.
     """
 
-    span = 256
-    """It learns from short texts: SmolLM2's keeps less where it reads more (`dev/LOG.md`)."""
+    span = HeadWeights.span
 
     def __init__(self, width: int, inner: int, vocab: int, states: int) -> None:
         super().__init__(HeadForm(width, inner, width // HEAD, width // HEAD), width)
@@ -202,20 +194,12 @@ def load_eagle(
 ) -> tuple[EagleHead, torch.Tensor]:
     """The head in a folder, for inference, and the `(V,)` ids of the tokens that it says; as
     `load_draft`. H, `width`, is that of the target's states."""
-    made: list[EagleHead] = []
-
-    def shapes(about: About, tensors: Tensors) -> dict[str, tuple[int, ...]]:
-        (d,), (_, inner) = tensors["norm.weight"].shape, tensors["down.weight"].shape
-        if d % HEAD:
-            raise ValueError(f"its width, {d}, is no multiple of {HEAD}")
-        with torch.device("meta"):
-            states = len(about.settings["depths"]) * width
-            made.append(EagleHead(d, inner, len(tensors[TOKENS]), states))
-        return shapes_of(made[0].state_dict())
-
-    _, tensors, tokens = load_draft(folder, KIND, shapes, model, vocab_size)
-    assert tokens is not None
-    return made[0].filled({n: t.float() for n, t in tensors.items()}), tokens
+    own = read_head(folder, width, model, vocab_size)
+    with torch.device("meta"):
+        made = EagleHead(own.width, own.inner, own.reads, own.states)
+    where = "cpu" if model is None else model.device
+    tensors = {name: torch.from_numpy(tensor).to(where) for name, tensor in own.tensors.items()}
+    return made.filled(tensors), torch.from_numpy(own.tokens).to(where)
 
 
 class MtpHead:

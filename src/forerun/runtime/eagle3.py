@@ -14,12 +14,11 @@ from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import check_shapes, read_tensors, shapes_of, widened, write_tensors
 from forerun.runtime.eagle import WHOLE, EagleHead, HeadForm, Norm, StateHead, rms
+from forerun.runtime.head_file import CONFIG, FLAGS
 from forerun.runtime.load import read_json
 from forerun.runtime.packing import dense
 
-CONFIG, SPAN = "config.json", "prompt_span"
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Variants of the layer, as both layouts name them; false where a file does not say."""
+SPAN = "prompt_span"
 LAYERS = ("llama", "qwen3")  # model types of which the layer may be
 TURNS = ("default", "linear", "llama3", "yarn")
 """Rotary positions that are the same in contexts of all lengths."""

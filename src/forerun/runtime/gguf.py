@@ -152,6 +152,13 @@ class GGUF:
         named = {k: self.metadata.get(f"general.sampling.{name}") for k, name in SAMPLING.items()}
         return {k: value for k, value in named.items() if value is not None}
 
+    @cached_property
+    def tokenizer(self) -> Any:
+        """See `tokenizer_of`; made once, as prompts are read before weights are."""
+        from forerun.runtime.gguf_tokenizer import tokenizer_of
+
+        return tokenizer_of(self)
+
     @property
     def refusal(self) -> str | None:
         """Why OpenVINO does not run it, and the way out; None if it does."""

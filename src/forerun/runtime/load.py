@@ -1,7 +1,11 @@
 """Loading models and tokenizers, with errors a person can act on."""
 
+from __future__ import annotations
+
 import json
 import logging
+import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,9 +13,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from forerun.errors import (
     ForerunWarning,
@@ -21,10 +24,10 @@ from forerun.errors import (
     UnsupportedModelError,
     first_line,
 )
+from forerun.lazy import torch
 from forerun.runtime import gguf
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import widened
-from forerun.runtime.packing import unmapped
 
 EXPORTED = "openvino_model.xml"  # what optimum calls the graph of an exported model
 INT8 = "model.int8.safetensors"
@@ -36,35 +39,47 @@ GENERIC = "PreTrainedTokenizerFast", "TokenizersBackend"  # classes of tokenizer
 LARGEST_HEADER = 1 << 26  # bytes; more says that it is none
 DTYPES = {
     "auto": None,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
 }
+GPUS = "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd"
+"""One of these is there where Linux has a GPU that PyTorch may use as CUDA's."""
 
 
 def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """A torch dtype from its name; None and "auto" mean the checkpoint's own."""
-    if dtype is None or isinstance(dtype, torch.dtype):
+    if dtype is None or (isinstance(dtype, str) and dtype in DTYPES):
+        name = dtype and DTYPES[dtype]
+        return name and getattr(torch, name)
+    if isinstance(dtype, torch.dtype):
         return dtype
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise SettingError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    raise SettingError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
 
 
-def resolve_device(device: str | torch.device | None) -> torch.device:
-    """A usable device; None means CUDA if there is one, else the CPU."""
+def is_float32(dtype: str | torch.dtype | None) -> bool:
+    """Whether a dtype is float32, or may be; `SettingError` if there is no such."""
+    named = isinstance(dtype, str) and DTYPES.get(dtype) == "float32"
+    return named or (kind := resolve_dtype(dtype)) is None or kind == torch.float32
+
+
+def resolve_device(device: str | torch.device | None) -> str:
+    """The name of a usable device; None means CUDA if there is one, else the CPU."""
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        able = sys.platform == "win32" or any(map(os.path.exists, GPUS))
+        return "cuda" if able and torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return "cpu"
     try:
-        resolved = torch.device(device)
-        torch.empty(0, device=resolved)
+        name = str(torch.device(device))
+        torch.empty(0, device=name)
     except Exception as error:  # torch raises whatever a backend does
         reason = first_line(error)
         raise SettingError(f"device {str(device)!r} cannot be used: {reason}") from error
-    return resolved
+    return name
 
 
 def load_model(
@@ -106,8 +121,8 @@ def load_model(
     try:
         model = _pretrained(name if path is None else path.parent, trust_remote_code, options)
         model = model.to(where).eval()
-        for tensor in () if mapped else (*model.parameters(), *model.buffers()):
-            tensor.data = unmapped(tensor.data)
+        for tensor in () if mapped or where != "cpu" else (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()  # in a mapping it would change with the file
         run_once(model)
     except ModelError:
         raise
@@ -187,12 +202,12 @@ def _warn_of_widening(path: Path, dtype: torch.dtype) -> None:
         )
 
 
-@torch.inference_mode()
 def run_once(model: Any) -> None:
     """A pass of one token, which raises whatever is wrong with a model."""
     one = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     encodes = getattr(model.config, "is_encoder_decoder", False)
-    model(input_ids=one, **({"decoder_input_ids": one} if encodes else {}))
+    with torch.inference_mode():
+        model(input_ids=one, **({"decoder_input_ids": one} if encodes else {}))
 
 
 def _check_complete(name: str | Path, report: Mapping[str, Any]) -> None:
@@ -244,9 +259,7 @@ def _check_generation_config(name: str | Path) -> None:
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer that belongs to a model."""
     if path := gguf.locate(name):
-        from forerun.runtime.gguf_tokenizer import tokenizer_of
-
-        return tokenizer_of(gguf.read(path))
+        return gguf.read(path).tokenizer
     check_path(name)
     try:
         settings = read_json(Path(name).expanduser() / "tokenizer_config.json")
@@ -278,19 +291,23 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
+class PlainConfig(SimpleNamespace):
+    """What a configuration says, where no class of transformers', which imports torch, is needed to
+    read it."""
+
+    def get_text_config(self, **_: Any) -> PlainConfig:
+        return self
+
+
 def read_config(name: str | Path, trust_remote_code: bool = False) -> Any:
     """The configuration of a model whose weights are not loaded; `ModelError`, `OSError`, or what
     its class raises, if it cannot be read."""
     if path := gguf.locate(name):
-        from transformers import PreTrainedConfig
-
         facts = gguf.read(path).facts()
         ends = sorted(facts.eos or ())
-        return PreTrainedConfig(max_position_embeddings=facts.limit, eos_token_id=ends)
+        return PlainConfig(max_position_embeddings=facts.limit, eos_token_id=ends)
     if _is_plain_llama(name):
-        from transformers import PreTrainedConfig
-
-        return PreTrainedConfig(**read_json(Path(name).expanduser() / "config.json"))
+        return PlainConfig(**read_json(Path(name).expanduser() / "config.json"))
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(str(name), trust_remote_code=trust_remote_code)
@@ -420,12 +437,12 @@ def generation_config(target: Rows) -> Any:
 def saved_generation_config(name: str) -> Any:
     """The generation_config that lies beside a model's weights, or what a GGUF file says instead;
     None if there is neither."""
-    from transformers import GenerationConfig
-
     try:
         if name and (path := gguf.locate(name)):
             own = gguf.read(path).sampling
-            return GenerationConfig(do_sample=True, **own) if own else None
+            return PlainConfig(do_sample=True, **own) if own else None
+        from transformers import GenerationConfig
+
         return GenerationConfig.from_pretrained(name, local_files_only=True) if name else None
     except (OSError, ValueError, ModelError):
         return None

@@ -173,8 +173,3 @@ def _kind(layer: Any) -> tuple[type, int, torch.dtype, bool]:
     """What must be the same for matrices to become one."""
     weight = _matrix(layer)
     return type(layer), weight.shape[1], weight.dtype, layer.bias is None
-
-
-def unmapped(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in memory of its own: as a mapping of its file it would change with the file."""
-    return tensor.clone() if tensor.device.type == "cpu" else tensor

@@ -1,13 +1,16 @@
 """The gate every model passes when it is loaded: rows in a batch against the model alone."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from forerun.errors import UnsupportedModelError
-from forerun.runtime.base import Executor
+from forerun.lazy import torch
+from forerun.runtime.base import LOGITS, Executor, Pieces
 from forerun.runtime.support import PROVEN, PROVEN_ENCODER_DECODER
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "int8": 0.25}
@@ -32,7 +35,6 @@ def texts(vocab_size: int, limit: int) -> list[list[int]]:
     return [[(7 * i + 3 + n) % vocab_size for i in range(n + 1)] for n in lengths]
 
 
-@torch.inference_mode()
 def reference(model: Any, limit: int) -> Logits:
     """`(3, 4, V)` logits of a torch model after the last tokens of each text, which is alone."""
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
@@ -41,15 +43,26 @@ def reference(model: Any, limit: int) -> Logits:
         ids = {"input_ids": torch.tensor([text], device=model.device)}
         if model.config.is_encoder_decoder:
             ids["decoder_input_ids"] = ids["input_ids"]
-        logits.append(model(**ids).logits[0, -_LAST:].float().cpu().numpy())
+        with torch.inference_mode():
+            logits.append(model(**ids).logits[0, -_LAST:].float().cpu().numpy())
     return np.stack(logits)
+
+
+def _passed(
+    executor: Executor, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]
+) -> Logits:
+    """`(rows, max(wanted), V)` logits of a pass, a copy on the host."""
+    own = executor.best(starts, pieces, wanted, frozenset({LOGITS})).signals[LOGITS]
+    if isinstance(own, list):
+        return np.stack([np.stack(row) for row in own])
+    return own.float().cpu().numpy()  # type: ignore[no-any-return]
 
 
 def reference_of(executor: Executor) -> Logits:
     """`(3, 4, V)` logits as of `reference`, of an executor itself, each text in one pass."""
     logits = []
     for text in texts(executor.facts.vocab_size, executor.facts.limit):
-        logits.append(executor.run([0], [text], [_LAST])[0].numpy())
+        logits.append(_passed(executor, [0], [text], [_LAST])[0])
         executor.keep([], [])
     return np.stack(logits)
 
@@ -66,7 +79,7 @@ def passes_agree(executor: Executor, rounds: bool) -> bool:
     start = max(len(text) - max(_WIDTHS), 1)
     executor.run([0, 0], [text[:start], text[:1]], [0, 0])
     first, *others = (
-        executor.run([start, 1], [text[start : start + n], beside], [n, 0])[0, 0].numpy()
+        _passed(executor, [start, 1], [text[start : start + n], beside], [n, 0])[0, 0]
         for beside in ([], text[1:2])
         for n in _WIDTHS
     )
@@ -75,7 +88,6 @@ def passes_agree(executor: Executor, rounds: bool) -> bool:
     return all(float(np.abs(first - other).max()) <= most for other in others)
 
 
-@torch.inference_mode()
 def prove(executor: Executor, model: Any) -> None:
     """Probe an executor beside the model itself if its type is not proven; `UnsupportedModelError`
     if they differ, or it cannot be stepped at all."""
@@ -83,8 +95,9 @@ def prove(executor: Executor, model: Any) -> None:
     if kind in PROVEN | PROVEN_ENCODER_DECODER:
         return
     try:
-        executor.reserve(len(_LENGTHS), max(_LENGTHS))
-        probe(executor, reference(model, executor.facts.limit))
+        with torch.inference_mode():
+            executor.reserve(len(_LENGTHS), max(_LENGTHS))
+            probe(executor, reference(model, executor.facts.limit))
     except Exception as error:  # whatever it is, this model cannot be stepped
         raise UnsupportedModelError(
             f"{kind} models are not proven here, and a probe of this one failed: "
@@ -101,16 +114,16 @@ def probe(executor: Executor, expected: Logits) -> None:
     encodes = executor.facts.source_limit is not None
     if encodes:
         executor.attend([a, b])
-    executor.run([0, 0], [a[:-4] + rejected, b[:-3] + rejected], [1, 0])
+    _passed(executor, [0, 0], [a[:-4] + rejected, b[:-3] + rejected], [1, 0])
     if encodes:
         executor.attend([c])
-    ragged = executor.run([len(a) - 4, len(b) - 3, 0], [a[-4:-1], b[-3:-1], c[:-1]], [3, 2, 1])
+    starts, pieces = [len(a) - 4, len(b) - 3, 0], [a[-4:-1], b[-3:-1], c[:-1]]
+    ragged = _passed(executor, starts, pieces, [3, 2, 1])
     executor.keep([2, 0], [len(c) - 1, len(a) - 1])
-    after = executor.run([len(c) - 1, len(a) - 1], [c[-1:], a[-1:]], [1, 1])[:, 0]
-    alone = executor.run([len(c) - 1, len(a) - 1], [[], a[-1:]], [0, 1])[1:, 0]
+    after = _passed(executor, [len(c) - 1, len(a) - 1], [c[-1:], a[-1:]], [1, 1])[:, 0]
+    alone = _passed(executor, [len(c) - 1, len(a) - 1], [[], a[-1:]], [0, 1])[1:, 0]
     executor.keep([], [])
-    logits = [ragged[0, :3], ragged[1, :2], ragged[2, :1], after, alone]
-    arrays = [x.float().cpu().numpy() for x in logits]
+    arrays = [ragged[0, :3], ragged[1, :2], ragged[2, :1], after, alone]
     first, second, joined = expected
     wanted = [first[:3], second[1:3], joined[2:3], expected[[2, 0], -1], first[-1:]]
     worst = max(

@@ -1,5 +1,7 @@
 """Which executor runs a model, by name: `--runtime`, `load(runtime=...)`."""
 
+from __future__ import annotations
+
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -8,9 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
 from forerun.errors import ForerunWarning, MissingExtraError, SettingError, UnsupportedModelError
+from forerun.lazy import threads, torch
 from forerun.registry import Registry
 from forerun.runtime import gguf
 from forerun.runtime.base import Rows
@@ -18,14 +19,13 @@ from forerun.runtime.load import (
     check_path,
     checkpoint_files,
     exported,
+    is_float32,
     load_model,
     read_json,
     resolve_device,
     resolve_dtype,
     run_once,
 )
-from forerun.runtime.packing import pack, unpacked
-from forerun.runtime.torch_executor import torch_rows
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,9 @@ class TorchRuntime(RuntimeSpec):
     summary: ClassVar[str] = "PyTorch, the model as it is; every device, dtype and drafter"
 
     def load(self, source: Source) -> Rows:
+        from forerun.runtime.packing import pack, unpacked
+        from forerun.runtime.torch_executor import torch_rows
+
         model = load_model(source.name, source.device, source.dtype, source.trust_remote_code)
         try:
             run_once(pack(model))
@@ -89,19 +92,19 @@ class OpenVINORuntime(RuntimeSpec):
         if find_spec("openvino") is None:
             raise MissingExtraError.of("openvino", "openvino")
         device = resolve_device(source.device)
-        if device.type != "cpu":
-            raise SettingError(f"runtime openvino runs on the CPU, got the device {str(device)!r}")
-        dtype = resolve_dtype(source.dtype)
-        if dtype not in (None, torch.float32):
+        if device != "cpu":
+            raise SettingError(f"runtime openvino runs on the CPU, got the device {device!r}")
+        if not is_float32(source.dtype):
             raise SettingError(
                 f"runtime openvino takes its precision from its own setting, got the dtype "
-                f"{str(dtype).removeprefix('torch.')}; write openvino(precision='bf16')"
+                f"{str(resolve_dtype(source.dtype)).removeprefix('torch.')}; write "
+                "openvino(precision='bf16')"
             )
         from forerun.runtime.openvino.executor import settings
         from forerun.runtime.openvino.load import from_name
 
         if self.draft_precision:  # the target is loaded first, and takes long
-            settings(self.draft_precision, self.threads or torch.get_num_threads())
+            settings(self.draft_precision, self.threads or threads())
         precision = (source.drafts and self.draft_precision) or self.precision
         trusted, depths = source.trust_remote_code, source.depths
         return Rows(from_name(source.name, precision, self.threads, trusted, depths))
@@ -122,9 +125,9 @@ class CudaGraphsRuntime(RuntimeSpec):
     compile: bool = False
 
     def load(self, source: Source) -> Rows:
-        if (device := resolve_device(source.device)).type != "cuda":
+        if not (device := resolve_device(source.device)).startswith("cuda"):
             raise SettingError(
-                f"runtime cudagraphs needs an NVIDIA GPU, got the device {str(device)!r}; use the "
+                f"runtime cudagraphs needs an NVIDIA GPU, got the device {device!r}; use the "
                 "runtime torch"
             )
         from forerun.runtime.cuda_graphs import CudaGraphExecutor
@@ -145,8 +148,7 @@ class AutoRuntime(RuntimeSpec):
     )
 
     def load(self, source: Source) -> Rows:
-        device, dtype = resolve_device(source.device), resolve_dtype(source.dtype)
-        fits = device.type == "cpu" and dtype in (None, torch.float32)
+        fits = resolve_device(source.device) == "cpu" and is_float32(source.dtype)
         if fits and find_spec("openvino") is not None and _exportable(source):
             try:
                 return OpenVINORuntime().load(source)

@@ -10,9 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+import numpy as np
 
+from forerun.arrays import library
 from forerun.errors import SettingError, UnsupportedModelError
+from forerun.lazy import torch
+from forerun.types import Array
 
 
 class States:
@@ -21,10 +24,11 @@ class States:
 
     def __init__(self, depths: Sequence[int], width: int) -> None:
         self.depths, self.width = tuple(depths), width
-        self._held: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self._nothing: Array = np.empty((0, len(depths) * width), np.float32)
+        self._held: dict[int, list[tuple[int, Array]]] = {}
         """Per row `(place of the first token, (n, depths × H) states)`, places rising."""
 
-    def note(self, row: int, start: int, states: torch.Tensor) -> None:
+    def note(self, row: int, start: int, states: Array) -> None:
         """Take `(n, depths × H)` states of a row's tokens from place `start` on; what was held of
         later places was rejected."""
         held = self._held.setdefault(row, [])
@@ -33,15 +37,17 @@ class States:
         if held and (over := held[-1][0] + len(held[-1][1]) - start) > 0:
             held[-1] = held[-1][0], held[-1][1][:-over]
         held.append((start, states))
+        if type(states) is not type(self._nothing):
+            self._nothing = states[:0]
 
-    def read(self, row: int, first: int, last: int) -> torch.Tensor:
+    def read(self, row: int, first: int, last: int) -> Array:
         """`(n, depths × H)` states of the last n ≤ last − first of a row's tokens `first` to
         `last`; earlier ones go. A place whose token came by a copy of its keys and values has none,
         nor have those before it. The caller knows that the text up to `last` is as it was fed."""
         held = self._held.get(row, [])
         while held and held[0][0] + len(held[0][1]) <= first:
             held.pop(0)
-        parts: list[torch.Tensor] = []
+        parts: list[Array] = []
         end = last
         for start, states in reversed(held):
             if start >= end:
@@ -53,7 +59,7 @@ class States:
             end = begin
         if len(parts) == 1:
             return parts[0]
-        return torch.cat(parts) if parts else torch.empty(0, len(self.depths) * self.width)
+        return library(parts[0]).concatenate(parts) if parts else self._nothing
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may be kept twice."""

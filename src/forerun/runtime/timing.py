@@ -15,10 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-
 from forerun.cache import keep_json, kept_json
 from forerun.costs import Costs
+from forerun.lazy import threads, torch
 from forerun.runtime.base import Rows
 
 ROWS = 1, 2, 4, 8, 16  # sizes of batches that are timed
@@ -266,8 +265,8 @@ class PassTimer:
         versions = map(_version, ("forerun", "torch", "openvino"))
         parts: list[object] = [FORMAT, self.whole, machine(self._target.device), *versions]
         for model in self._models:
-            threads = getattr(model.executor, "threads", None) or torch.get_num_threads()
-            parts += [{**asdict(model.facts), "name": ""}, threads]
+            count = getattr(model.executor, "threads", None) or threads()
+            parts += [{**asdict(model.facts), "name": ""}, count]
         return sha256(json.dumps(parts, default=sorted).encode()).hexdigest()[:32]
 
 
@@ -279,9 +278,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def machine(device: torch.device) -> str:
+def machine(device: torch.device | str) -> str:
     """The name of a GPU, or of the CPU and how many cores there are."""
-    if device.type == "cuda":
+    if str(device).startswith("cuda"):
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

@@ -14,17 +14,21 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import openvino.opset15 as op
-import torch
-import torch.nn.functional as F
 
 from forerun.runtime.attention import Parents
 from forerun.runtime.base import LOGITS, Best, Facts, Pieces
-from forerun.runtime.eagle import HEAD, EagleHead
+from forerun.runtime.head_file import EPS, HEAD, ROTARY, HeadWeights
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import OpenVINOExecutor, settings
-from forerun.runtime.openvino.export import INPUTS, Attention, convert, name
 from forerun.runtime.openvino.forms import Form
 from forerun.runtime.openvino.nodes import GIVEN, STATES, attach
+from forerun.runtime.openvino.placeholders import (
+    INPUTS,
+    Attention,
+    integers,
+    name,
+    placeholder,
+)
 from forerun.runtime.openvino.ports import replace as replaced
 from forerun.runtime.openvino.weights import hold
 from forerun.runtime.states import States
@@ -35,35 +39,6 @@ READ, AHEAD = 5, 3
 rounds keep no more, and draft no more than it writes then."""
 
 NOTHING = read(np.empty((0, 1), np.float32), frozenset())
-_TOKENS = 7  # of the example that is traced
-
-
-class _Step(torch.nn.Module):
-    """The head over `(tokens, 1)` ids, its projection over wanted tokens only."""
-
-    def __init__(self, head: EagleHead, depths: int, calls: list[Attention]) -> None:
-        super().__init__()
-        self.head, self.depths, self.calls = head, depths, calls
-        self.table = head.embedding.weight[:-1].clone()  # a constant of its own can be rounded
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        wanted: torch.Tensor,
-        given: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        count = self.head.fuse.in_features
-        states, own = given.split([count, self.head.width], -1)
-        before = self.head.fused(states, self.depths) + own
-        x = self.head.layer(input_ids, before, position_ids, self._attend)
-        return F.linear(self.head.norm(x[:, 0][wanted]), self.table), F.pad(x, (count, 0))
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        heads = self.head.form.heads
-        self.calls.append(Attention(heads, heads, HEAD, HEAD, HEAD**-0.5, 0))
-        mixed: torch.Tensor = torch.ops.forerun.paged(q, k, v, len(self.calls) - 1)
-        return mixed.transpose(1, 2)
 
 
 class HeadGraphs(OpenVINOExecutor):
@@ -113,46 +88,83 @@ class HeadGraphs(OpenVINOExecutor):
             return None
         self._version += self.pool.cover([end])
         form = self._ahead
-        form.give([own.numpy() for own in self.given], self.states.width)
+        form.give(self.given, self.states.width)
         seen = form.run([start], [piece], [1], [end], self.pool.tables, self._version)
         self._first, self._read = start + len(piece), read(seen, signals)
-        self.states.note(0, self._first - 1, torch.from_numpy(form.request.states().copy()))
+        self.states.note(0, self._first - 1, form.request.states().copy())
         return 0
 
 
-def openvino_head(head: EagleHead, facts: Facts, target: Any) -> HeadGraphs:
+def openvino_head(head: HeadWeights, facts: Facts, target: Any) -> HeadGraphs:
     """An executor of a head, on as many threads as its target, whose states it reads as they are.
-    Nothing is left of the weights of `head` itself.
-
-    Its graph is in the store, too: what tracing imports takes 2 s and more memory than the head.
+    Its graph is in the store, too; nothing is left of the weights of `head` itself.
     """
     depths = len(target.states.depths)
-    entry = store.key(store.of_model(head), f"head over {depths} states")
+    entry = store.key(store.of_arrays(head.tensors), f"head over {depths} states")
     if (stored := store.read(entry)) is None:
         stored = store.Stored(_graph(head, depths), facts, None)
         store.write(entry, stored)
     facts = replace(facts, executor="openvino", precision="int8")
     made = HeadGraphs(attach(stored.graph), facts, target.threads)
-    made.states, made.entry = States((1,), _width(head)), entry
-    head.to("meta")
+    made.states, made.entry = States((1,), head.states + head.width), entry
+    head.tensors.clear()
     return made
 
 
-def _width(head: EagleHead) -> int:
-    """Of what a token is given."""
-    return head.fuse.in_features + head.width
+def _graph(head: HeadWeights, depths: int) -> ov.Model:
+    """As `runtime.eagle.EagleHead` computes, over `(tokens, 1)` ids."""
+    own, width, count = head.tensors, head.width, head.states
+    shapes = [-1, 1], [-1, 1], [-1], [-1, 1, count + width]
+    types = [ov.Type.i64] * 3 + [ov.Type.f32]
+    inputs = list(map(op.parameter, shapes, types))
+    ids, positions, wanted, given = inputs
+    first, last = integers(0), integers(-1)
 
+    def product(x: ov.Output, name: str) -> ov.Node:
+        return op.matmul(x, op.constant(own[f"{name}.weight"]), False, True)
 
-def _graph(head: EagleHead, depths: int) -> ov.Model:
-    width = _width(head)
-    places = torch.arange(_TOKENS)
-    example = places[:, None], places[:, None], places[1:], torch.zeros(_TOKENS, 1, width)
-    calls: list[Attention] = []
-    graph: ov.Model = convert(_Step(head, depths, calls), example, calls)
-    name(graph, (*INPUTS, GIVEN), "logits", calls)
+    def rms(x: ov.Output, name: str = "") -> ov.Node:
+        mean = op.reduce_mean(op.power(x, np.float32(2)), last, True)
+        unit = op.multiply(x, op.divide(np.float32(1), op.sqrt(op.add(mean, np.float32(EPS)))))
+        return op.multiply(unit, op.constant(own[f"{name}.weight"])) if name else unit
+
+    def shaped(x: ov.Output, *shape: int) -> ov.Node:
+        return op.reshape(x, integers(list(shape)), False)
+
+    def split(x: ov.Output, *sizes: int) -> list[ov.Output]:
+        return op.variadic_split(x, last, integers(list(sizes))).outputs()  # type: ignore[no-any-return]
+
+    states, output = split(given, count, width)
+    parts = shaped(rms(shaped(states, -1, depths, count // depths)), -1, 1, count)
+    before = op.add(product(parts, "fuse"), output)
+    token = op.gather(op.constant(own["embedding.weight"]), ids, first)
+    x = product(op.concat([rms(token), rms(before)], -1), "input")
+    heads = width // HEAD
+    qkv = shaped(product(rms(x, "attention_norm"), "qkv"), -1, 3 * heads, HEAD)
+    sizes = integers([2 * heads, heads])
+    both, value = op.variadic_split(qkv, integers(1), sizes).outputs()
+    rates = op.constant(np.array(ROTARY, np.float32))
+    angles = op.multiply(op.convert(shaped(positions, -1, 1, 1), "f32"), rates)
+    cos, sin = op.cos(angles), op.sin(angles)
+    a, b = split(both, HEAD // 2, HEAD // 2)
+    turned = [
+        op.subtract(op.multiply(a, cos), op.multiply(b, sin)),
+        op.add(op.multiply(b, cos), op.multiply(a, sin)),
+    ]
+    halves = integers([heads, heads])
+    query, key = op.variadic_split(op.concat(turned, -1), integers(1), halves).outputs()
+    call = Attention(heads, heads, HEAD, HEAD, HEAD**-0.5, 0)
+    mixed = shaped(placeholder(call, 0, [query, key, value]), -1, 1, width)
+    x = op.add(x, product(mixed, "out"))
+    gate, up = split(product(rms(x, "mlp_norm"), "gate_up"), head.inner, head.inner)
+    x = op.add(x, product(op.multiply(op.swish(gate), up), "down"))
+    asked = rms(op.gather(shaped(x, -1, width), wanted, first), "norm")
+    # A constant of its own can be rounded.
+    logits = op.matmul(asked, op.constant(own["embedding.weight"][:-1]), False, True)
+    written = op.pad(x, integers([0, 0, count]), integers([0, 0, 0]), "constant", np.float32(0))
+    graph = ov.Model([op.result(logits), op.result(written)], inputs, "head")
+    name(graph, (*INPUTS, GIVEN), "logits", [call])
     graph.outputs[1].get_tensor().set_names({STATES})
-    graph.inputs[len(INPUTS)].get_node().set_partial_shape(ov.PartialShape([-1, 1, width]))
-    graph.validate_nodes_and_infer_types()
     hold(graph, eight_bits=True)
     return graph
 

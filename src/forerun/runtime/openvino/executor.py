@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
-import torch
 from numpy.typing import NDArray
 
 from forerun.errors import SettingError
+from forerun.lazy import threads as count_threads
+from forerun.lazy import torch
 from forerun.runtime.attention import Parents
 from forerun.runtime.base import LOGITS, Best, Columns, Executor, Facts, Pieces
 from forerun.runtime.openvino.blocks import GROUP
@@ -25,6 +26,7 @@ from forerun.runtime.openvino.pool import Pool
 from forerun.runtime.openvino.store import let_go
 from forerun.runtime.states import States
 from forerun.signals import read
+from forerun.types import Array
 
 FIRST_BLOCKS = 16  # blocks of a new pool; it doubles when it runs out
 LARGEST_LOGITS = 256 << 20
@@ -74,6 +76,7 @@ class OpenVINOExecutor(Executor):
 
     copies = True
     own_threads = True
+    on_torch = False
     packs = True
 
     def __init__(
@@ -87,13 +90,13 @@ class OpenVINOExecutor(Executor):
         lazy: str | None = None,
         narrow: bool = False,
     ) -> None:
-        self.facts, self.device = facts, torch.device("cpu")
-        self.threads = threads or torch.get_num_threads()
+        self.facts, self.device = facts, "cpu"
+        self.threads = threads or count_threads()
         self.group = GROUPS.get(facts.precision, GROUP) if group is None else group
         self._again, self._least, self._narrow = again or graph.clone, least, narrow
         self.entry: str | None = None  # of the store, whose file the graph's weights are in
         self.memory: Any = None  # what must live as long, as the graph reads its memory
-        self.given: list[torch.Tensor] = []
+        self.given: list[NDArray[np.float32]] = []
         """`(tokens, ≤ D)` of each fed row what the next pass reads beside its tokens, if the graph
         has `GIVEN`; where these are fewer numbers, zeros are the others."""
         self._most = LARGEST_LOGITS // (4 * facts.vocab_size)
@@ -161,7 +164,7 @@ class OpenVINOExecutor(Executor):
                 break
             if self.facts.source_limit is not None:
                 self.attend([[0]])
-            self.run([0], [[0] * tokens], [tokens])
+            self._pass([0], [[0] * tokens], [tokens])
             self.keep([], [])
 
     def reserve(self, rows: int, columns: int) -> None:
@@ -184,11 +187,14 @@ class OpenVINOExecutor(Executor):
 
     def run(
         self, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int], parents: Parents = ()
-    ) -> torch.Tensor:
+    ) -> Array:
         """One packed pass; the logits are the caller's own."""
-        seen = torch.from_numpy(self._pass(starts, pieces, wanted, parents))
+        own = self._pass(starts, pieces, wanted, parents)
         rows, width = len(wanted), max(wanted, default=0)
-        if seen.shape[0] == rows * width:
+        if not width:
+            return np.empty((rows, 0, self.facts.vocab_size), np.float32)
+        seen = torch.from_numpy(own)
+        if len(seen) == rows * width:
             return seen.clone().view(rows, width, self.facts.vocab_size)
         out = torch.zeros(rows, width, self.facts.vocab_size)
         for row, (first, last) in enumerate(spans(wanted)):
@@ -269,14 +275,14 @@ class OpenVINOExecutor(Executor):
         self._version += self.pool.cover(ends)
         if self.given:
             assert self.states is not None, "what is given is made of what passes leave"
-            form.give([own.numpy() for own in self.given], self.states.width, more)
+            form.give(self.given, self.states.width, more)
         tables = self.pool.tables
         seen = form.run(starts, pieces, wanted, ends, tables, self._version, parents, more)
         if self.states is not None:
-            states = torch.from_numpy(form.request.states())
+            states = form.request.states()
             for row, first in form.begins.items():
                 own = states[first : first + counts[row]]
-                self.states.note(row, starts[row], own.clone())
+                self.states.note(row, starts[row], own.copy())
         return seen
 
     def _in_parts(

@@ -12,15 +12,12 @@ reshapes then.
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import openvino as ov
 import openvino.opset15 as op
 import torch
@@ -31,30 +28,19 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import UnsupportedModelError
 from forerun.runtime.encoder_decoder import Table, banned
+from forerun.runtime.openvino.placeholders import (
+    INPUTS,
+    Attention,
+    integers,
+    name,
+    placeholder,
+    reason,
+)
 from forerun.runtime.support import decoder_limit
 
-INPUTS = ("input_ids", "position_ids", "wanted")
-"""Of the exported graph: `(tokens, 1)` ids and positions, `(wanted,)` places of tokens whose logits
-are wanted. Its output is `(wanted, V)`."""
-PLACEHOLDER = "attention."
-"""Friendly names of placeholders begin with this and end in the number of the call."""
-RT_INFO = "forerun"
 HALF = torch.bfloat16, torch.float16
 _NAME = "forerun_paged"
 _EXAMPLE_TOKENS = 7
-
-
-@dataclass(frozen=True)
-class Attention:
-    """One call of attention, in the order the model makes them."""
-
-    query_heads: int
-    key_heads: int
-    key_size: int  # width of a query's or key's head
-    value_size: int
-    scale: float  # what products of queries and keys are multiplied by
-    window: int  # tokens a query sees, itself among them; 0: all before it
-    source: bool = False  # whether it is to the row's source, whose keys and values are given
 
 
 def _paged(
@@ -170,12 +156,6 @@ def in_fp32(model: Any) -> Any:
     return copy.deepcopy(model).to("cpu").float()
 
 
-def attentions(graph: ov.Model) -> list[Attention]:
-    """What the placeholders of a graph stand for, by number."""
-    text = graph.get_rt_info([RT_INFO, "attentions"]).astype(str)
-    return [Attention(**call) for call in json.loads(text)]
-
-
 def convert(
     module: torch.nn.Module, example: tuple[torch.Tensor, ...], calls: list[Attention]
 ) -> ov.Model:
@@ -189,15 +169,6 @@ def convert(
             example_input=example,
             extension=[ConversionExtension("forerun::paged", _placeholder(calls))],
         )
-
-
-def name(graph: ov.Model, inputs: Sequence[str], output: str, calls: list[Attention]) -> None:
-    """Name inputs and output, and keep what the placeholders stand for."""
-    for port, name in zip(graph.inputs, inputs, strict=True):
-        port.get_tensor().set_names({name})
-        port.get_node().set_friendly_name(name)
-    graph.outputs[0].get_tensor().set_names({output})
-    graph.set_rt_info(json.dumps([asdict(call) for call in calls]), [RT_INFO, "attentions"])
 
 
 @contextmanager
@@ -307,23 +278,6 @@ def _experts(
     return out
 
 
-def placeholder(call: Attention, number: int, states: Sequence[ov.Output]) -> ov.Node:
-    """Queries, keys and values of a token side by side, then a slice of the output's width."""
-    widths = (
-        call.query_heads * call.key_size,
-        call.key_heads * call.key_size,
-        call.key_heads * call.value_size,
-    )
-    flat = [
-        op.reshape(port, integers([-1, width]), False)
-        for port, width in zip(states, widths, strict=True)
-    ]
-    packed = op.concat(flat, 1)
-    packed.set_friendly_name(f"{PLACEHOLDER}{number}")
-    width = call.query_heads * call.value_size
-    return op.slice(packed, integers([0]), integers([width]), integers([1]), integers([1]))
-
-
 def _placeholder(calls: list[Attention]) -> Callable[[Any], list[ov.Output]]:
     """What stands for a call of the marked attention."""
 
@@ -346,15 +300,3 @@ def _before_transpose(port: ov.Output) -> ov.Output:
         if order.get_type_name() == "Constant" and order.data.tolist() == [0, 2, 1, 3]:
             return node.input_value(0)
     return port
-
-
-def integers(values: int | list[int]) -> ov.Node:
-    """A constant."""
-    return op.constant(np.array(values, dtype=np.int64))
-
-
-def reason(error: Exception) -> str:
-    """The telling line of an error of OpenVINO's, which has many."""
-    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")]
-    telling = [line for line in lines if "No conversion rule" in line or "rror:" in line]
-    return (telling or lines[-1:] or [type(error).__name__])[0][:200]

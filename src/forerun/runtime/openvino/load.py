@@ -9,34 +9,33 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openvino as ov
-import torch
 
 from forerun.cache import keep_json, kept_json
 from forerun.errors import ModelError, SettingError, UnsupportedModelError
+from forerun.lazy import threads as count_threads
+from forerun.lazy import torch
 from forerun.runtime import gguf
 from forerun.runtime.base import Facts
-from forerun.runtime.encoder_decoder import CrossAttention
-from forerun.runtime.encoder_decoder import facts_of as sourced_facts
 from forerun.runtime.load import EXPORTED, checkpoint_files, counted, exported, load_model
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.blocks import GROUP, rounds_inputs
 from forerun.runtime.openvino.executor import GROUPS, PRECISIONS, OpenVINOExecutor, settings
-from forerun.runtime.openvino.export import HALF, Widened, export, halved, in_fp32, reason
 from forerun.runtime.openvino.forms import is_packed
 from forerun.runtime.openvino.nodes import TREES, attach, tap
 from forerun.runtime.openvino.parts import narrows
-from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
+from forerun.runtime.openvino.placeholders import reason
 from forerun.runtime.openvino.weights import hold
-from forerun.runtime.padded import facts_of
 from forerun.runtime.probe import passes_agree, probe, reference, reference_of
 from forerun.runtime.states import States
 from forerun.runtime.support import refusal
 from forerun.runtime.timing import machine
 
-CPU = torch.device("cpu")
+if TYPE_CHECKING:
+    from forerun.runtime.encoder_decoder import CrossAttention
+
 LAZY = 3  # goes up when what was kept of widths must not be used
 
 
@@ -61,7 +60,7 @@ def from_model(
         UnsupportedModelError: this model cannot run here; one line says why.
         SettingError: a precision that is unknown or that so few threads cannot run.
     """
-    settings(precision, threads or torch.get_num_threads())  # before anything takes long
+    settings(precision, threads or count_threads())  # before anything takes long
     if why := refusal(model.config, encoders=True):
         raise UnsupportedModelError(f"{model.config.model_type} cannot run on openvino: {why}")
     called = str(getattr(model, "name_or_path", "") or "")
@@ -103,7 +102,7 @@ def from_name(
             files = [graph, graph.with_suffix(".bin"), *path.glob("*config.json")]
         return _Loading(str(path), threads, depths=depths).executor(store.of_files(files))
     precision = precision or "fp32"
-    settings(precision, threads or torch.get_num_threads())
+    settings(precision, threads or count_threads())
 
     def torch_model() -> Any:
         return _loaded(name, trust_remote_code)
@@ -117,6 +116,8 @@ def from_name(
 def _loaded(name: str | Path, trust_remote_code: bool) -> Any:
     """The torch model, its weights in the mapping of their files where all are in 16 bits; in fp32
     where not, or where it made numbers of its own and rounded them."""
+    from forerun.runtime.openvino.export import HALF
+
     kinds: dict[str, int] = {}
     with suppress(ModelError):  # loading says what is wrong
         kinds = counted([path for path in checkpoint_files(name) if path.suffix == ".safetensors"])
@@ -174,7 +175,13 @@ class _Loading:
             file = gguf.read(path)
             facts = replace(file.facts(), executor="openvino")
             return store.Stored(graph_of_gguf(file), facts, None)
-        model = self.torch_model()
+        return self._exported(self.torch_model())
+
+    def _exported(self, model: Any) -> store.Stored:
+        from forerun.runtime.encoder_decoder import facts_of as sourced_facts
+        from forerun.runtime.openvino.export import HALF, Widened, export, halved, in_fp32
+        from forerun.runtime.padded import facts_of
+
         if model.device.type != "cpu" or model.dtype not in HALF:
             model = in_fp32(model)
         with Widened():
@@ -211,6 +218,9 @@ class _Loading:
         return executor
 
     def _sourced(self, graph: ov.Model, facts: Facts) -> OpenVINOExecutor:
+        from forerun.runtime.openvino.export import in_fp32
+        from forerun.runtime.openvino.sourced import SourcedOpenVINOExecutor
+
         assert self.torch_model is not None, "only torch models have encoders"
 
         def beside(draft: Any, first: CrossAttention) -> OpenVINOExecutor:
@@ -228,8 +238,8 @@ class _Loading:
         Returns:
             It; whether it was proven at an earlier start; else key and value of what to keep.
         """
-        threads = self.threads or torch.get_num_threads()
-        about = [LAZY, entry, facts.precision, threads, machine(CPU)]
+        threads = self.threads or count_threads()
+        about = [LAZY, entry, facts.precision, threads, machine("cpu")]
         key = sha256(json.dumps(about).encode()).hexdigest()[:32]
         known = kept_json("widths", key) if entry else None
         rounds = GROUPS.get(facts.precision, GROUP) > 0 and rounds_inputs()

@@ -17,7 +17,7 @@ import openvino as ov
 import openvino.opset15 as op
 
 from forerun.errors import MissingExtraError, UnsupportedModelError
-from forerun.runtime.openvino.export import INPUTS, PLACEHOLDER, Attention, attentions
+from forerun.runtime.openvino.placeholders import INPUTS, PLACEHOLDER, Attention, attentions
 from forerun.runtime.openvino.ports import replace
 from forerun.runtime.states import check_depths
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
-import torch
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError
@@ -72,7 +71,7 @@ class Pool:
                 source, copy = self.tables[rows.index(rows[at])], self.tables[at]
                 blocks[copy] = blocks[source[: len(copy)]]
 
-    def read(self, row: int, first: int, last: int) -> tuple[torch.Tensor, ...]:
+    def read(self, row: int, first: int, last: int) -> tuple[NDArray[np.uint8], ...]:
         """A copy of what a row's tokens `first` to `last` have, as bytes, per tensor."""
         begin = first // BLOCK
         blocks = self.tables[row][begin : -(-last // BLOCK)] if last > first else []
@@ -82,10 +81,10 @@ class Pool:
             heads, width = pool.shape[1], pool.shape[3]
             held = pool[blocks].transpose(1, 0, 2, 3).reshape(heads, -1, width)
             at = first - begin * BLOCK
-            out.append(torch.from_numpy(held[:, at : at + last - first].copy()))
+            out.append(held[:, at : at + last - first].copy())
         return tuple(out)
 
-    def write(self, row: int, first: int, states: Sequence[torch.Tensor]) -> bool:
+    def write(self, row: int, first: int, states: Sequence[NDArray[np.uint8]]) -> bool:
         """Let a row have `(heads, tokens, bytes)` per tensor from its token `first` on; whether any
         row has new blocks."""
         rows, last = max(row + 1, len(self.tables)), first + states[0].shape[1]
@@ -93,7 +92,7 @@ class Pool:
         places = np.arange(first, last)
         blocks = np.array(self.tables[row], dtype=np.intp)[places // BLOCK]
         for tensor, new in zip(self._tensors, states, strict=True):
-            _blocks_of(tensor)[blocks, :, places % BLOCK] = new.numpy().transpose(1, 0, 2)
+            _blocks_of(tensor)[blocks, :, places % BLOCK] = new.transpose(1, 0, 2)
         return changed
 
     def move(self, row: int, source: int, place: int) -> None:

@@ -6,7 +6,7 @@ import openvino as ov
 import openvino.opset15 as op
 
 from forerun.errors import UnsupportedModelError
-from forerun.runtime.openvino.export import INPUTS, Attention, integers, name
+from forerun.runtime.openvino.placeholders import INPUTS, Attention, integers, name
 
 
 def before(port: ov.Output, *types: str) -> ov.Output:

@@ -34,6 +34,7 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
     """
 
     copies = False
+    on_torch = True
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import file_digest, sha256
@@ -23,14 +23,15 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
-import torch
+from numpy.typing import NDArray
 
 from forerun.cache import cache_folder
+from forerun.lazy import torch
 from forerun.runtime.base import Facts
 from forerun.runtime.openvino.core import core
 from forerun.runtime.probe import Logits
 
-FORMAT = 9  # goes up when graphs of old versions of this package must not be used
+FORMAT = 10  # goes up when graphs of old versions of this package must not be used
 LARGEST_BYTES = 16 << 30
 """The store's size; beyond it the entries that were not used for longest are deleted."""
 _HUGE = 2 << 20  # bytes of a huge page, at a multiple of that
@@ -67,6 +68,15 @@ def of_model(model: Any) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def of_arrays(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Hash of arrays by name."""
+    digest = sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array))
     return digest.hexdigest()
 
 
