@@ -88,7 +88,7 @@ class Executor(ABC):
     neither be seen nor survive. A row that joins holds nothing."""
 
     facts: Facts
-    device: torch.device | str
+    device: Any  # torch's, or "cpu"
     copies: ClassVar[bool] = False  # whether it has `copy_out` and `copy_in`
     own_threads: ClassVar[bool] = False
     """Whether passes run on threads of their own. Torch's, which wait for more work busily after
@@ -235,7 +235,7 @@ def logits_of(best: Best) -> torch.Tensor:
     """`(rows, n, V)`: a copy of what it was asked for, `LOGITS`."""
     own = best.signals[LOGITS]
     if not isinstance(own, list):
-        return own  # type: ignore[no-any-return]
+        return own
     return torch.from_numpy(np.stack([np.stack(row) for row in own]))
 
 

@@ -13,8 +13,8 @@ from forerun.cache import write_json
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import check_shapes, read_tensors, shapes_of, widened, write_tensors
-from forerun.runtime.eagle import WHOLE, EagleHead, HeadForm, Norm, StateHead, rms
-from forerun.runtime.head_file import CONFIG, FLAGS
+from forerun.runtime.eagle import EagleHead, HeadForm, Norm, StateHead, rms
+from forerun.runtime.head_file import CONFIG, FLAGS, WHOLE
 from forerun.runtime.load import read_json
 from forerun.runtime.packing import dense
 

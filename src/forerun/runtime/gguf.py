@@ -9,7 +9,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
@@ -76,6 +76,8 @@ class GGUF:
     metadata: dict[str, Any]  # numbers, texts, and lists of them
     tensors: tuple[Tensor, ...]
     begin: int = 0  # of their bytes
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What is made of it once: prompts are read before weights are, by its tokenizer."""
 
     @property
     def architecture(self) -> str:
@@ -151,13 +153,6 @@ class GGUF:
         """How its makers would sample, as fields of `Sampling`; empty if the file does not say."""
         named = {k: self.metadata.get(f"general.sampling.{name}") for k, name in SAMPLING.items()}
         return {k: value for k, value in named.items() if value is not None}
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """See `tokenizer_of`; made once, as prompts are read before weights are."""
-        from forerun.runtime.gguf_tokenizer import tokenizer_of
-
-        return tokenizer_of(self)
 
     @property
     def refusal(self) -> str | None:

@@ -53,8 +53,7 @@ GPUS = "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd"
 def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """A torch dtype from its name; None and "auto" mean the checkpoint's own."""
     if dtype is None or (isinstance(dtype, str) and dtype in DTYPES):
-        name = dtype and DTYPES[dtype]
-        return name and getattr(torch, name)
+        return getattr(torch, name) if dtype and (name := DTYPES[dtype]) else None
     if isinstance(dtype, torch.dtype):
         return dtype
     raise SettingError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
@@ -259,7 +258,12 @@ def _check_generation_config(name: str | Path) -> None:
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer that belongs to a model."""
     if path := gguf.locate(name):
-        return gguf.read(path).tokenizer
+        file = gguf.read(path)
+        if "tokenizer" not in file.kept:
+            from forerun.runtime.gguf_tokenizer import tokenizer_of
+
+            file.kept["tokenizer"] = tokenizer_of(file)
+        return file.kept["tokenizer"]
     check_path(name)
     try:
         settings = read_json(Path(name).expanduser() / "tokenizer_config.json")

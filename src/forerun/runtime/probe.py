@@ -55,7 +55,7 @@ def _passed(
     own = executor.best(starts, pieces, wanted, frozenset({LOGITS})).signals[LOGITS]
     if isinstance(own, list):
         return np.stack([np.stack(row) for row in own])
-    return own.float().cpu().numpy()  # type: ignore[no-any-return]
+    return own.float().cpu().numpy()
 
 
 def reference_of(executor: Executor) -> Logits:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 
 from forerun.runtime.base import Rows
 from forerun.runtime.drafts import About, Tensors, rounded
-from forerun.runtime.eagle import HEAD, EagleHead, HeadForm, StateHead, rms
+from forerun.runtime.eagle import EagleHead, HeadForm, StateHead, rms
 from forerun.runtime.eagle3 import Eagle3Head, save_head
+from forerun.runtime.head_file import HEAD
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.packing import dense
 from forerun.runtime.states import check_depths

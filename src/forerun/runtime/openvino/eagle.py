@@ -132,7 +132,7 @@ def _graph(head: HeadWeights, depths: int) -> ov.Model:
         return op.reshape(x, integers(list(shape)), False)
 
     def split(x: ov.Output, *sizes: int) -> list[ov.Output]:
-        return op.variadic_split(x, last, integers(list(sizes))).outputs()  # type: ignore[no-any-return]
+        return op.variadic_split(x, last, integers(list(sizes))).outputs()
 
     states, output = split(given, count, width)
     parts = shaped(rms(shaped(states, -1, depths, count // depths)), -1, 1, count)

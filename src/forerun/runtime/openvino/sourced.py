@@ -76,9 +76,8 @@ class SourcedOpenVINOExecutor(OpenVINOExecutor):
         for places, pairs in read:
             for at, place in enumerate(places):
                 own = [x[at, :, : len(sources[place])] for pair in pairs for x in pair]
-                self.sources.write(
-                    first + place, 0, [x.to(kind).contiguous().view(torch.uint8) for x in own]
-                )
+                held = [x.to(kind).contiguous().view(torch.uint8).numpy() for x in own]
+                self.sources.write(first + place, 0, held)
                 last[place] = torch.cat([x[:, -1].reshape(-1) for x in own])
         new = torch.stack(last).numpy()
         self._last = np.concatenate((self._last, new)) if first else new

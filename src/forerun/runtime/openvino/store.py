@@ -76,7 +76,7 @@ def of_arrays(arrays: Mapping[str, NDArray[Any]]) -> str:
     digest = sha256()
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array))
+        digest.update(array.tobytes())
     return digest.hexdigest()
 
 
