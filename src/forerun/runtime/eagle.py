@@ -285,9 +285,9 @@ class HeadExecutor(PaddedExecutor):
 
     model, dtype = None, torch.float32
 
-    def __init__(self, head: StateReader, facts: Facts, device: torch.device) -> None:
+    def __init__(self, head: StateReader, facts: Facts, device: torch.device | str) -> None:
         self.cache = RowCache()
-        self.head, self.facts, self.device = head, facts, device
+        self.head, self.facts, self.device = head, facts, torch.device(device)
         self.given: list[torch.Tensor] = []
         """`(tokens, D)` states of the tokens of the next pass, of each fed row."""
         self.states = States((1,), head.width)
