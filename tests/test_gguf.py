@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -482,7 +483,8 @@ def test_what_would_be_loaded_is_said_before(file: Path, monkeypatch: pytest.Mon
     assert lines[1] == "files: Q4_1, 1 MB"
     cache = f"its cache takes {1 if narrows('Q4_1') else 2} MB per 1,000 tokens"
     assert lines[2] == f"context: 128 tokens; {cache}"
-    assert lines[3].startswith("on a CPU: openvino, weights as they are (Q4_1), about 0.6 GB of")
+    held = r"on a CPU: openvino, weights as they are \(Q4_1\), about 0\.[23] GB of"
+    assert re.match(held, lines[3])
     shipped = preview(zoo.DRAFT)
     assert ": llama, " in shipped[0]
     assert shipped[1].startswith("files: BF16, ")
@@ -499,9 +501,9 @@ def test_what_would_be_loaded_is_said_before(file: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        # As SmolLM2-135M's: 0.79 GB were measured, 0.89 at most.
-        ({"token_embd.weight": (49_152 * 576, "Q8_0"), "x": (106_168_320, "Q4_1")}, (0.8, 0.9)),
-        # As Qwen2.5-Coder-1.5B's: 1.97 and 2.90.
+        # As SmolLM2-135M's. With one graph less 0.38 GB were measured, with one more 0.71.
+        ({"token_embd.weight": (49_152 * 576, "Q8_0"), "x": (106_168_320, "Q4_1")}, (0.5, 0.6)),
+        # As Qwen2.5-Coder-1.5B's: 1.90 and 2.81.
         (
             {
                 "token_embd.weight": (151_936 * 1536, "Q4_K"),

@@ -9,7 +9,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
@@ -76,8 +76,6 @@ class GGUF:
     metadata: dict[str, Any]  # numbers, texts, and lists of them
     tensors: tuple[Tensor, ...]
     begin: int = 0  # of their bytes
-    kept: dict[str, Any] = field(default_factory=dict)
-    """What is made of it once: prompts are read before weights are, by its tokenizer."""
 
     @property
     def architecture(self) -> str:

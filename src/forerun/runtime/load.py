@@ -258,12 +258,9 @@ def _check_generation_config(name: str | Path) -> None:
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer that belongs to a model."""
     if path := gguf.locate(name):
-        file = gguf.read(path)
-        if "tokenizer" not in file.kept:
-            from forerun.runtime.gguf_tokenizer import tokenizer_of
+        from forerun.runtime.gguf_tokenizer import tokenizer_of
 
-            file.kept["tokenizer"] = tokenizer_of(file)
-        return file.kept["tokenizer"]
+        return tokenizer_of(gguf.read(path))
     check_path(name)
     try:
         settings = read_json(Path(name).expanduser() / "tokenizer_config.json")
@@ -295,23 +292,13 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
-class PlainConfig(SimpleNamespace):
-    """What a configuration says, where no class of transformers', which imports torch, is needed to
-    read it."""
-
-    def get_text_config(self, **_: Any) -> PlainConfig:
-        return self
-
-
 def read_config(name: str | Path, trust_remote_code: bool = False) -> Any:
     """The configuration of a model whose weights are not loaded; `ModelError`, `OSError`, or what
     its class raises, if it cannot be read."""
-    if path := gguf.locate(name):
-        facts = gguf.read(path).facts()
-        ends = sorted(facts.eos or ())
-        return PlainConfig(max_position_embeddings=facts.limit, eos_token_id=ends)
     if _is_plain_llama(name):
-        return PlainConfig(**read_json(Path(name).expanduser() / "config.json"))
+        from transformers import PreTrainedConfig
+
+        return PreTrainedConfig(**read_json(Path(name).expanduser() / "config.json"))
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(str(name), trust_remote_code=trust_remote_code)
@@ -444,7 +431,7 @@ def saved_generation_config(name: str) -> Any:
     try:
         if name and (path := gguf.locate(name)):
             own = gguf.read(path).sampling
-            return PlainConfig(do_sample=True, **own) if own else None
+            return SimpleNamespace(do_sample=True, **own) if own else None
         from transformers import GenerationConfig
 
         return GenerationConfig.from_pretrained(name, local_files_only=True) if name else None

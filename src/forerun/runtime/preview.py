@@ -20,8 +20,10 @@ from forerun.runtime.load import (
 )
 from forerun.runtime.support import context_limit, refusal
 
-_BASE = 550e6
-"""Bytes of Python, PyTorch, OpenVINO, a tokenizer, the nodes of a graph and its kernels."""
+_BASE, _TOKEN, _GRAPH = 195e6, 440, 25e6
+"""Bytes of Python, transformers' tokenizers and OpenVINO; of a token of the vocabulary; and of a
+graph's nodes and kernels. Sampled text takes PyTorch, which has 0.19 GB."""
+_HELD = 1.2  # bytes of products in memory over those that are reckoned below
 _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -89,9 +91,13 @@ def _memory(file: gguf.GGUF, facts: Facts) -> str:
         and (tensor.name != "token_embd.weight" or "output.weight" not in sized)
     )
     graphs = 1 + len(sizes(facts, halved=False, tiled=False, least=2 if rounds_inputs() else 1)[0])
-    held = _BASE + graphs * products
+    tokens = len(file.metadata.get("tokenizer.ggml.tokens", ()))
+    held = _BASE + _TOKEN * tokens + graphs * (_GRAPH + _HELD * products)
     most = held + file.nbytes
-    return f"about {held / 1e9:.1f} GB of memory without a draft, {most / 1e9:.1f} while it loads"
+    return (
+        f"about {held / 1e9:.1f} GB of memory without a draft, {most / 1e9:.1f} while it loads; "
+        "0.2 more once text is sampled"
+    )
 
 
 def _exported(folder: Path, installed: bool) -> list[str]:

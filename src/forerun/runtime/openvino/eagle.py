@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import openvino.opset15 as op
 
 from forerun.runtime.attention import Parents
 from forerun.runtime.base import LOGITS, Best, Facts, Pieces
+from forerun.runtime.drafts import WEIGHTS
 from forerun.runtime.head_file import EPS, HEAD, ROTARY, HeadWeights
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.executor import OpenVINOExecutor, settings
@@ -100,7 +102,8 @@ def openvino_head(head: HeadWeights, facts: Facts, target: Any) -> HeadGraphs:
     Its graph is in the store, too; nothing is left of the weights of `head` itself.
     """
     depths = len(target.states.depths)
-    entry = store.key(store.of_arrays(head.tensors), f"head over {depths} states")
+    weights = store.of_files([Path(facts.name).expanduser() / WEIGHTS])
+    entry = store.key(weights, f"head over {depths} states")
     if (stored := store.read(entry)) is None:
         stored = store.Stored(_graph(head, depths), facts, None)
         store.write(entry, stored)

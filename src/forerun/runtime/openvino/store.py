@@ -12,7 +12,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import file_digest, sha256
@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
-from numpy.typing import NDArray
 
 from forerun.cache import cache_folder
 from forerun.lazy import torch
@@ -68,15 +67,6 @@ def of_model(model: Any) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def of_arrays(arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Hash of arrays by name."""
-    digest = sha256()
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(array.tobytes())
     return digest.hexdigest()
 
 
