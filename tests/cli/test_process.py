@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from forerun.cli import main
+from forerun.cli.shared.guard import HELD
+from forerun.cli.shared.report import claim
 
 COMMAND = [sys.executable, "-m", "forerun"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {
@@ -164,7 +165,7 @@ def test_a_signal_after_models_are_gone(pair, tmp_path):
     "command", ["record", "costs", "bench", "tune", "generate", "write", "train-draft"]
 )
 def test_an_output_has_one_writer(command, forerun, tmp_path):
-    fcntl = pytest.importorskip("fcntl")
+    pytest.importorskip("fcntl")
     output = tmp_path / "out"
     argv = {
         "record": ["--prompts", "builtin:stories", "-o"],
@@ -175,8 +176,8 @@ def test_an_output_has_one_writer(command, forerun, tmp_path):
         "train-draft": ["eagle", "--data", "builtin", "-o"],
         "tune": [str(tmp_path / "trace.parquet"), "--costs", "c=20", "-o"],
     }[command]
-    with Path(f"{output}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with HELD:
+        claim(str(output))
         second = forerun(command, *argv, str(output))
     assert second.code == 2
     assert f"process {os.getpid()} writes {output}" in second.err

@@ -1,6 +1,5 @@
 """JSON documents, printed and saved."""
 
-import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -64,20 +63,18 @@ def _lock(lock: Path, path: str) -> None:
     try:
         import fcntl
 
-        file = lock.open("a", encoding="utf-8")
+        file = lock.open("a+", encoding="utf-8")
     except (ImportError, OSError):  # on Windows, or beside a file in a folder that takes no other
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        inode, who = str(os.fstat(file.fileno()).st_ino), "another process"
-        with contextlib.suppress(OSError, IndexError):
-            for held_lock in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
-                kind, _, _, process, place = held_lock.split()[1:6]
-                if kind == "FLOCK" and place.rpartition(":")[2] == inode:
-                    who = f"process {process}"
+        file.seek(0)
+        who = f"process {number}" if (number := file.read()) else "another process"
         file.close()
         raise SettingError(f"{who} writes {path} just now; name another file") from None
+    file.truncate(0)
+    print(os.getpid(), end="", file=file, flush=True)
     HELD.callback(file.close)
     HELD.callback(lock.unlink, missing_ok=True)
 

@@ -295,23 +295,19 @@ def _side(text: str) -> str | None:
 
 def disjoint(trace: Trace, test: Trace) -> None:
     """Raise `SettingError` if a prompt is in both traces."""
-    shared = set(_prompts(trace)) & set(_prompts(test))
-    if shared:
+
+    def keys(of: Trace) -> set[tuple[str, str, int, bytes]]:
+        """What identifies the prompts; the ids alone may be line numbers."""
+        named = zip(of.families, of.ids, of.prompt_tokens.tolist(), strict=True)
+        texts = (tokens[:size].tobytes() for tokens, size in zip(of.tokens, of.sizes, strict=True))
+        return {(*name, text) for name, text in zip(named, texts, strict=True)}
+
+    if shared := keys(trace) & keys(test):
         name = sorted(key[1] for key in shared)[0]
         raise SettingError(
             f"{len(shared)} prompts are in both traces ({name} for one); what was searched on "
             "cannot judge"
         )
-
-
-def _prompts(trace: Trace) -> list[tuple[str, str, int, bytes]]:
-    """Keys that identify the prompts of a trace; the ids alone may be line numbers."""
-    return [
-        (family, name, int(length), trace.tokens[i, : trace.sizes[i]].tobytes())
-        for i, (family, name, length) in enumerate(
-            zip(trace.families, trace.ids, trace.prompt_tokens, strict=True)
-        )
-    ]
 
 
 def without(controller: Controller) -> dict[str, Controller]:
