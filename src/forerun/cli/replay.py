@@ -71,7 +71,11 @@ def replay(
             why = "a clock is of texts served one by one"
             raise SettingError(f"{why}; leave out --batch, --bounds, --rules")
         return _timed(texts, cell, controllers, clock, seed, as_json)
-    judges = report.rules_of(rules) if rules else [None]
+    judges: list[str | None] = [None]
+    if rules:
+        from forerun.rules import RULES  # needs torch
+
+        judges = [RULES.text(RULES.make(rule)) for rule in rules.split(";") if rule.strip()]
     limits, lenient = {}, []
     if bounds:
         with status("finding the bounds") as tell:
@@ -83,12 +87,7 @@ def replay(
     if batch > 1 and cell.batch != batch and not synthetic:
         near = f"no costs of a batch of {batch}: those of {cell.batch} are taken"
         remark(f"{near}; forerun costs --batch {batch} measures them")
-    runs = {
-        rule: report.by_itself(texts, cell, rule)
-        if batch == 1
-        else report.in_batches(texts, costs_table, batch, context, rule)
-        for rule in judges
-    }
+    runs = {rule: report.runner(texts, costs_table, batch, context, rule) for rule in judges}
     shared = cell.batch if batch == 1 else 1
     made = (
         report.result(texts, run, policy, limits, shared, rule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from forerun.lab.traces.replay import replay
 from forerun.lab.traces.results import Replay, by_family, geometric, summarise
 from forerun.lab.traces.trace import Trace
 from forerun.types import FloatArray
-
-if TYPE_CHECKING:
-    from forerun.lab.traces.rules import RecordedRule
 
 SCHEMA = 1
 DRAWS = 16  # times that sampled prompts are served by a rule's coins
@@ -42,38 +39,23 @@ def bounds(
 Run = Callable[[Controller], Replay]  # replays one controller over a trace
 
 
-def by_itself(trace: Trace, cell: Cell, rule: str | None = None) -> Run:
-    """Every text by itself; by a rule's coins sampled ones several times."""
-    draws = DRAWS if rule is not None and trace.sampled.any() else 1
-    judge = _judge(trace, rule)
-    return lambda controller: replay(trace, controller, cell, rule=judge, draws=draws)
+def runner(trace: Trace, table: CostTable, rows: int, context: int, rule: str | None = None) -> Run:
+    """So many texts together, by the costs that the table has nearest to each size of batch; one
+    row is every text by itself, and by a rule's coins sampled ones several times."""
+    judge, draws = None, 1
+    if rule is not None:
+        from forerun.lab.traces.rules import RecordedRule  # needs torch
 
-
-def rules_of(text: str) -> list[str | None]:
-    """Rules separated by semicolons, in full."""
-    from forerun.rules import RULES  # needs torch
-
-    return [RULES.text(RULES.make(rule)) for rule in text.split(";") if rule.strip()]
-
-
-def _judge(trace: Trace, rule: str | None) -> RecordedRule | None:
-    if rule is None:
-        return None
-    from forerun.lab.traces.rules import RecordedRule  # needs torch
-
-    return RecordedRule(trace, rule)
-
-
-def in_batches(
-    trace: Trace, table: CostTable, rows: int, context: int, rule: str | None = None
-) -> Run:
-    """So many texts together, by the costs that the table has nearest to each size of batch."""
-    from forerun.lab.traces.batches import replay_batches  # only this needs torch
+        judge, draws = RecordedRule(trace, rule), DRAWS if trace.sampled.any() else 1
+    if rows == 1:
+        cell = table.at(1, context)
+        return lambda controller: replay(trace, controller, cell, rule=judge, draws=draws)
+    from forerun.lab.traces.batches import replay_batches  # needs torch
 
     def costs(size: int) -> Cell:
         return table.at(size, context)
 
-    plain, judge = replay_batches(trace, "fixed(0)", costs, rows).seconds, _judge(trace, rule)
+    plain = replay_batches(trace, "fixed(0)", costs, rows).seconds
     return lambda controller: replay_batches(trace, controller, costs, rows, plain, rule=judge)
 
 
@@ -85,8 +67,8 @@ def result(
     shared: int = 1,
     rule: str | None = None,
 ) -> dict[str, Any]:
-    """Replay a controller by `by_itself` or `in_batches`, an entry of `controllers` of the document
-    of `replay --json`; `shared` rows share seconds, `limits` are the bounds' speed-ups."""
+    """Replay a controller by a `runner`, an entry of `controllers` of the document of `replay
+    --json`; `shared` rows share seconds, `limits` are the bounds' speed-ups."""
     counts = run(controller)
     groups = summarise(trace, counts, shared)
     for name, chosen in by_family(trace).items() if limits else ():
@@ -106,12 +88,13 @@ def shares(
         `cost_ratio`, `prompts`, and `cells`: per family and controller the shares of each of
         `bounds` and of `best_fixed`, the best fixed length; geometric means with intervals.
     """
-    cell = costs.at(1, max(int(np.mean(trace.prompt_tokens + trace.sizes / 2)), 1))
+    context = max(int(np.mean(trace.prompt_tokens + trace.sizes / 2)), 1)
+    cell, run = costs.at(1, context), runner(trace, costs, 1, context)
     limits = {**bounds(trace, cell, tell), "best_fixed": best_fixed(trace, cell)[0].speedup}
     cells = []
     for spec in specs:
         tell(f"replaying {spec}")
-        own = result(trace, by_itself(trace, cell), CONTROLLERS.make(spec), limits)["families"]
+        own = result(trace, run, CONTROLLERS.make(spec), limits)["families"]
         cells += [{"family": f, "controller": spec, **own[f]["share"]} for f in own]
     return {"cost_ratio": cell.ratio, "prompts": trace.prompts, "cells": cells}
 
