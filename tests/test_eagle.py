@@ -455,7 +455,7 @@ def test_a_text_is_read_again_where_there_is_no_room_for_its_states(
     model, text, seen = build("llama"), Document([3, 4, 5]), []
     model.base_model.register_forward_hook(lambda *_: seen.append(1))
     states = fit.TargetStates(model, (1, 3))
-    first, again = (states.of([text])[0] for _ in range(2))
+    first, again = (states.of([text._replace(start=n)])[0] for n in range(2))
     assert first.shape == (3, 2, model.config.hidden_size)
     assert torch.equal(first, again)
     assert len(seen) == passes

@@ -214,26 +214,28 @@ class TargetStates:
 
     def __init__(self, model: Any, depths: Sequence[int]) -> None:
         self._model, self._taps, self._count = model, Taps(model, depths), len(depths)
-        self._held: dict[int, tuple[Document, torch.Tensor]] = {}
-        """By the identity of a text, which is kept beside so that it stays one."""
+        self._held: dict[int, tuple[list[int], torch.Tensor]] = {}
+        """By the identity of a text's ids, which are kept beside so that it stays one: wherever its
+        predictions begin to count, its states are these."""
         self._room = room()
 
     @torch.no_grad()
     def of(self, texts: Sequence[Document]) -> list[torch.Tensor]:
         """Per text `(n, depths, H)` states of all its tokens."""
-        held = {id(text): self._held[id(text)] for text in texts if id(text) in self._held}
-        if new := [text for text in texts if id(text) not in held]:
-            ids, _ = padded([text.ids for text in new], 0)
+        every = [text.ids for text in texts]
+        held = {id(ids): self._held[id(ids)] for ids in every if id(ids) in self._held}
+        if new := [ids for ids in every if id(ids) not in held]:
+            batch, _ = padded(new, 0)
             # Padding stands on the right, where no token before it sees it.
             with self._taps.open():
-                self._model.base_model(input_ids=ids.to(self._model.device), use_cache=False)
-            for text, states in zip(new, self._taps.read(), strict=True):
-                own = states[: len(text.ids)].unflatten(-1, (self._count, -1)).clone()
-                held[id(text)] = text, own
+                self._model.base_model(input_ids=batch.to(self._model.device), use_cache=False)
+            for ids, states in zip(new, self._taps.read(), strict=True):
+                own = states[: len(ids)].unflatten(-1, (self._count, -1)).clone()
+                held[id(ids)] = ids, own
                 self._room -= own.nbytes
                 if self._room > 0:
-                    self._held[id(text)] = text, own
-        return [held[id(text)][1] for text in texts]
+                    self._held[id(ids)] = ids, own
+        return [held[id(ids)][1] for ids in every]
 
 
 def room() -> int:
