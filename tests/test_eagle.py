@@ -26,7 +26,7 @@ from forerun.lab.traces.replay import replay
 from forerun.model import Model, drafter_spec
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.drafts import ABOUT, WEIGHTS, About, Tensors, rounded, save_draft
-from forerun.runtime.eagle import EPS, EagleHead
+from forerun.runtime.eagle import EPS, EagleHead, load_eagle
 from forerun.runtime.runtimes import Source, TorchRuntime
 from forerun.testing import ScriptedModel
 from forerun.training import eagle as training
@@ -57,6 +57,18 @@ def saved(folder: Path, eight: bool = False, **changes: Any) -> str:
     about = {"kind": "eagle", "target": None, "settings": {"depths": DEPTHS}, **changes}
     save_draft(folder, About(**about), rounded(tensors) if eight else tensors)
     return str(folder)
+
+
+def test_heads_in_16_bits_are_read_like_others(tmp_path: Path) -> None:
+    """As train-draft wrote them once; numpy has no bfloat16."""
+    own = {name: tensor.bfloat16() for name, tensor in head().state_dict().items()}
+    for kind in (torch.bfloat16, torch.float16):
+        tensors = {**{name: tensor.to(kind) for name, tensor in own.items()}, "tokens": TOKENS}
+        save_draft(tmp_path, About("eagle", None, {"depths": DEPTHS}), tensors)
+        made, tokens = load_eagle(str(tmp_path), 32, None, VOCAB)
+        assert tokens.tolist() == TOKENS.tolist()
+        for name, tensor in made.state_dict().items():
+            assert torch.equal(tensor, own[name].to(kind).float()), name
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:

@@ -142,6 +142,9 @@ def read_tensors(folder: str | Path, files: Sequence[Path], host: bool = False) 
             with safe_open(file, "numpy" if host else "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     out[name] = copied(tensors.get_tensor(name))  # or it changes with the file
+    except TypeError:  # numpy has no bfloat16
+        own = read_tensors(folder, files).items()
+        return {n: (t.float() if t.is_floating_point() else t).numpy() for n, t in own}
     except (OSError, ValueError, SafetensorError) as error:
         why = first_line(error)
         raise ModelError(f"cannot read the weights in {str(folder)!r}: {why}") from error
