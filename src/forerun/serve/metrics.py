@@ -42,23 +42,20 @@ class Metrics:
     def __init__(self, prefix: str, model: str) -> None:
         disable_created_metrics()  # a second series for each, that nobody reads
         self.registry = CollectorRegistry()
-        self._prefix, self._model = prefix, model
-        self._requests()
-        self._speculation()
 
-    def _make(self, kind: type[Any], name: str, what: str, *labels: str, **more: Any) -> Any:
-        metric = kind(
-            f"{self._prefix}{name}", what, ["model_name", *labels], registry=self.registry, **more
-        )
-        return metric if labels else metric.labels(self._model)
+        def make(kind: type[Any], name: str, what: str, *label: str, **more: Any) -> Any:
+            labels = ["model_name", *label]
+            metric = kind(f"{prefix}{name}", what, labels, registry=self.registry, **more)
+            return metric if label else metric.labels(model)
 
-    def _by_label(self, name: str, what: str, label: str, values: Any) -> Any:
-        """A counter per value of a label: all are there from the start, and no others."""
-        metric = self._make(Counter, name, what, label)
-        return {value: metric.labels(self._model, str(value)) for value in values}
+        def by_label(name: str, what: str, label: str, values: Any) -> Any:
+            """A counter per value of a label: all are there from the start, and no others."""
+            metric = make(Counter, name, what, label)
+            return {value: metric.labels(model, str(value)) for value in values}
 
-    def _requests(self) -> None:
-        make, by_label = self._make, self._by_label
+        def seconds(name: str, what: str, buckets: Any = _SECONDS) -> Any:
+            return make(Histogram, f"{name}_seconds", what, buckets=buckets)
+
         self.running = make(Gauge, "num_requests_running", "Texts that have a row.")
         self.waiting = make(Gauge, "num_requests_waiting", "Texts that wait for one.")
         self.cache = make(Gauge, "kv_cache_usage_perc", "Share of --memory in use, 0 to 1.")
@@ -72,22 +69,14 @@ class Metrics:
         why = "reason", DEPARTURES
         self.gone = by_label("requests_cancelled", "Requests nobody waited for.", *why)
         self.errors = make(Counter, "engine_errors", "Texts lost to errors of the engine.")
-
-        def seconds(name: str, what: str, buckets: Any = _SECONDS) -> Any:
-            return make(Histogram, f"{name}_seconds", what, buckets=buckets)
-
         self.first = seconds("time_to_first_token", "Arrival to first tokens.")
-        self.per_token = seconds(
-            "request_time_per_output_token", "Per token after the first round's.", _TOKEN
-        )
+        what = "Per token after the first round's."
+        self.per_token = seconds("request_time_per_output_token", what, _TOKEN)
         self.total = seconds("e2e_request_latency", "Arrival to last token.")
         self.queue = seconds("request_queue_time", "Arrival to row.")
         self.prefill = seconds("request_prefill_time", "Reading the prompt.")
         self.decode = seconds("request_decode_time", "After that.")
         self.round = seconds("round", "Wall time of a round, per row in it.", _TOKEN)
-
-    def _speculation(self) -> None:
-        make, by_label = self._make, self._by_label
         self.drafts = make(Counter, "spec_decode_num_drafts", "Rounds with a draft.")
         self.drafted = make(Counter, "spec_decode_num_draft_tokens", "Tokens drafted.")
         self.accepted = make(Counter, "spec_decode_num_accepted_tokens", "Drafted tokens kept.")
@@ -102,9 +91,8 @@ class Metrics:
         self.phases = by_label("round_phase_seconds", what, "phase", phases)
         self.length = make(Histogram, "draft_length", "Drafted per round.", buckets=_LENGTHS)
         self.kept = make(Histogram, "accepted_length", "Kept per round.", buckets=_LENGTHS)
-        self.drift = make(
-            Histogram, "drift", "Distance per judged position of lossy rules.", buckets=_DRIFT
-        )
+        what = "Distance per judged position of lossy rules."
+        self.drift = make(Histogram, "drift", what, buckets=_DRIFT)
 
     def update(self, updates: Sequence[Update]) -> None:
         """Count what happened to texts, every counter once."""
