@@ -234,9 +234,7 @@ class Worker:
         gone = ApiError(503, "the server is shutting down", retry_after=5)
         self._deliver([(job, gone) for job in self._live])
         self._inbox.put(self._end)
-        deadline = time.monotonic() + LAST_ROUND
-        while self.alive and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(self._thread.join, LAST_ROUND)
 
     def _deliver(self, updates: Sequence[tuple[int, Update]]) -> None:
         known = [(self._live[job], job, update) for job, update in updates if job in self._live]
