@@ -16,9 +16,8 @@ from forerun.drafters.specbound import SpecBound, SpecBoundDrafter
 from forerun.engine import Sampling
 from forerun.errors import SettingError
 from forerun.lab.exits import sweep
-from forerun.lab.exits.exit_costs import _fit, measure
 from forerun.lab.exits.exit_replay import ANNEALS, ExitTrace, OwnText, Setting
-from forerun.lab.exits.sweep import ExitSearch, untuned
+from forerun.lab.exits.sweep import ExitSearch, _fit, measure, untuned
 from forerun.model import Model
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.exits import LayersExecutor, Work, layers_of
