@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 
@@ -50,6 +51,25 @@ def test_one_wrong_place_does_not_excuse_itself():
     other = text(*[MOVED] * 20, ("b", {"a": -3, "b": -0.1}))
     spike = text(*[A] * 20), text(*[MOVED] * 19, ("a", {"a": -2.0, "b": -3.0}))
     assert [c.outcome for c in compare([(wrong, other), spike])] == ["other text", "identical"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"error": "busy"}, {"choices": []}, {"choices": [None]}, [1],
+        {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": ["?"]}}]},
+    ],
+)  # fmt: skip
+def test_an_answer_of_another_form_is_said_to_be_one(monkeypatch, answer):
+    def answered(request, timeout):
+        models = request.full_url.endswith("/models")
+        return io.BytesIO(json.dumps({"data": [{"id": "m"}]} if models else answer).encode())
+
+    monkeypatch.setattr("urllib.request.urlopen", answered)
+    with pytest.raises(
+        SettingError, match=r"completions (answers in no form known|cannot be read)"
+    ):
+        OpenAIServer("http://there").write("Hello", 3)
 
 
 def test_a_server_against_itself_without_speculation(shipped, tmp_path):

@@ -89,9 +89,14 @@ class OpenAIServer:
             asked["top_logprobs"] = TOP
         else:
             path, asked = "/completions", {"prompt": content, "logprobs": TOP}
-        choice = self._call(path, body | asked | self._fields)["choices"][0]
-        places = _places(choice.get("logprobs") or {})
-        if not places and (choice.get("text") or (choice.get("message") or {}).get("content")):
+        answer = self._call(path, body | asked | self._fields)
+        try:
+            choice = answer["choices"][0]
+            places = _places(choice.get("logprobs") or {})
+            text = choice.get("text") or (choice.get("message") or {}).get("content")
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise SettingError(f"{self.url}{path} answers in no form known: {error!r}") from error
+        if text and not places:
             raise SettingError(f"{self.url} gives no log-probabilities; an audit needs them")
         return places
 
@@ -104,7 +109,7 @@ class OpenAIServer:
         except urllib.error.HTTPError as error:
             text = error.read(500).decode(errors="replace").strip()
             raise SettingError(f"{self.url}{path} answered {error.code}: {text}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             raise SettingError(f"{self.url}{path} cannot be read: {error}") from error
 
 
