@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from forerun.arrays import cast
-from forerun.checks import Within
+from forerun.checks import Count, Within
 from forerun.confidence import Confidence
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
@@ -26,7 +26,7 @@ class CMASDRule(Confidence, PositionRule):
     """
 
     mode: Literal["prose", "formula"] = "prose"
-    top: Annotated[int, Within(1)] = 3
+    top: Count = 3
     tau: Annotated[float, Within(0, 100)] = 0.1
     gamma: Annotated[float, Within(0, 100)] = 0.4
 

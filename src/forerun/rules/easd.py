@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import numpy as np
 
 from forerun.arrays import cast, put, softmax
-from forerun.checks import Share, Within
+from forerun.checks import Count, Share, Within
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.rules.spec_verification import SLACK
@@ -45,7 +45,7 @@ class EASD(PositionRule):
 
     entropy: Annotated[float, Within(0, math.inf)] = 2.0
     overlap: Share = 0.8
-    n: Annotated[int, Within(1)] = 5
+    n: Count = 5
     correction: Literal["target", "residual"] = "target"
     draft_entropy: bool = True
     bonus: Literal["off", "untested"] = "off"

@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 
 from forerun.arrays import by_torch, cast, entropy, softmax
-from forerun.checks import Within
+from forerun.checks import Whole, Within
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.types import Array
@@ -27,8 +27,8 @@ class FLy(PositionRule):
     """
 
     entropy: Annotated[float, Within(0, 10)] = 0.3
-    window: Annotated[int, Within(0)] = 6
-    top: Annotated[int, Within(0)] = 0
+    window: Whole = 6
+    top: Whole = 0
 
     def weigh(self, odds: Odds) -> Weighed:
         """`standard`, and 1 where a greedy mismatch is forgiven."""

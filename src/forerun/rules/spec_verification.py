@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from forerun.arrays import by_torch, cast
-from forerun.checks import Within
+from forerun.checks import Count, Within
 from forerun.rules.base import ComparedRow, PositionRule
 from forerun.rules.odds import Odds, Weighed
 from forerun.types import Array
@@ -25,7 +25,7 @@ class SpecVerification(PositionRule):
     Reference: Xia et al. 2023 (SpecDec) [specdec2023], §3.2; the baseline of CM-ASD, §III.A.
     """
 
-    top: Annotated[int, Within(1)] = 3
+    top: Count = 3
     tau: Annotated[float, Within(0, 100)] = 0.3
 
     def weigh(self, odds: Odds) -> Weighed:
