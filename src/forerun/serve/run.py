@@ -114,8 +114,9 @@ def bind(config: Config) -> socket.socket:
     return listening
 
 
-def warm_up(model: Model, rows: int) -> None:
-    """Take rounds of the batch sizes that come first, so that no request pays for first uses."""
+def warm_up(model: Model, rows: int, temperature: float = 0.0) -> None:
+    """Take rounds of the batch sizes that come first at the temperature that most will have, so
+    that no request pays for first uses: sampling imports torch."""
     for size in ROWS:  # time for each, as nobody waits
         model.meter.warm(min(size, rows))
     # First uses say nothing of what rounds cost.
@@ -124,7 +125,7 @@ def warm_up(model: Model, rows: int) -> None:
     for count in WARM:
         model.generate(
             [prompt] * min(count, rows), controller="fixed(3)", rule="gumbel", batch_size=rows,
-            max_new_tokens=4, ignore_eos=True,
+            max_new_tokens=4, ignore_eos=True, temperature=temperature,
         )  # fmt: skip
     model.meter = meter
 
@@ -139,7 +140,7 @@ def serve(
         with loading(listening):
             model, config = load()
             listener = Listener(model, config)
-            warm_up(model, config.max_rows)
+            warm_up(model, config.max_rows, listener.forerun.planner.defaults["temperature"])
         host, port = listening.getsockname()[:2]
         ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", listener.forerun)
         listener.run(sockets=[listening])
