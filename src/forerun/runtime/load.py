@@ -46,7 +46,7 @@ DTYPES = {
     "float16": "float16",
     "fp16": "float16",
 }
-GPUS = "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd"
+GPUS = "/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd"
 """One of these is there where Linux has a GPU that PyTorch may use as CUDA's."""
 
 
