@@ -121,10 +121,9 @@ def test_the_dearer_the_model_the_less_a_free_draft_must_bring() -> None:
 
 
 def test_of_a_free_draft_what_is_worth_its_place_is_taken() -> None:
-    """Where a token makes the pass longer by a fifth, one that is kept less often is left out; one
-    that is worth nothing keeps nobody from drafting."""
-    assert plan(draft=0.9, slope=0.2).free(0, [0.9, 0.5, 0.1]) == 2
-    assert plan(draft=0.9, slope=0.2).free(0, [0.1, 0.09]) is None
+    """Where a token makes the pass longer by a fifth, one that is kept less often is left out."""
+    assert plan(draft=1.8, slope=0.2).free(0, [0.9, 0.5, 0.1]) == 2
+    assert plan(draft=1.8, slope=0.2).free(0, [0.1, 0.09]) == 0
 
 
 def test_a_free_draft_is_weighed_against_what_was_kept_of_the_model_s() -> None:

@@ -231,11 +231,12 @@ class _Weighed(Plan):
             self.most[i] = max(sum(map(gt, kept, dear)), 1)
 
     def free(self, seat: int, kept: Sequence[float]) -> int | None:
-        """The best beginning, unless the model's is worth more, as far as its outlook says. Where
-        neither is worth anything, a look at the model's may show otherwise."""
+        """The best beginning, unless the model's is worth more, as far as its outlook says, where
+        all rows share its steps."""
         count, own = self._best([kept], self._costs.free)
-        _, model = self._best([self._expected(seat, FORESEEN)], self._costs.draft)
-        return None if model > own else count or None
+        step = self._costs.draft / len(self._seats)
+        _, model = self._best([self._expected(seat, FORESEEN)], step)
+        return None if model > own else count
 
     def go(self, chances: Sequence[Chance | None]) -> list[bool]:
         """The seats that want another token, if that is worth its time to them in sum, and the
