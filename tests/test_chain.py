@@ -115,9 +115,9 @@ def plan(draft: float, slope: float = 0.0) -> Any:
 
 def test_the_dearer_the_model_the_less_a_free_draft_must_bring() -> None:
     kept = [0.8, 0.6]
-    assert [plan(draft=step).free(0, kept) for step in (0.01, 0.2, 0.3)] == [None, 2, 2]
-    assert plan(draft=0.3).free(0, [0.05]) is None
-    assert plan(draft=0.9).free(0, [0.05]) == 1
+    assert [plan(draft=step).free(0, kept) for step in (0.02, 0.4, 0.6)] == [None, 2, 2]
+    assert plan(draft=0.6).free(0, [0.05]) is None, "two rows share its steps"
+    assert plan(draft=1.8).free(0, [0.05]) == 1
 
 
 def test_of_a_free_draft_what_is_worth_its_place_is_taken() -> None:
