@@ -238,6 +238,17 @@ def no_weights(monkeypatch):
     monkeypatch.setattr("forerun.runtime.runtimes.load_model", loaded)
 
 
+def refused_as_second_line(generate, forerun, pair, tmp_path, line, words):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'"fine"\n{line}\n')
+    for result in (
+        generate("--prompt-file", str(path)),
+        forerun("audit", *pair.options, "--prompts", str(path)),
+    ):
+        assert (result.code in (1, 2), result.out) == (True, "")
+        assert f"line 2: {words}" in result.error
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -251,14 +262,7 @@ def no_weights(monkeypatch):
 def test_bad_prompts_are_told_before_models_are_loaded(
     generate, forerun, pair, no_weights, tmp_path, line, words
 ):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(f'"fine"\n{line}\n')
-    for result in (
-        generate("--prompt-file", str(path)),
-        forerun("audit", *pair.options, "--prompts", str(path)),
-    ):
-        assert (result.code in (1, 2), result.out) == (True, "")
-        assert f"line 2: {words}" in result.error
+    refused_as_second_line(generate, forerun, pair, tmp_path, line, words)
 
 
 @pytest.mark.parametrize(
@@ -270,14 +274,7 @@ def test_bad_prompts_are_told_before_models_are_loaded(
     ],
 )
 def test_prompts_that_do_not_fit_are_named(generate, forerun, pair, tmp_path, line, words):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(f'"fine"\n{line}\n')
-    for result in (
-        generate("--prompt-file", str(path)),
-        forerun("audit", *pair.options, "--prompts", str(path)),
-    ):
-        assert (result.code in (1, 2), result.out) == (True, "")
-        assert f"line 2: {words}" in result.error
+    refused_as_second_line(generate, forerun, pair, tmp_path, line, words)
 
 
 def test_a_folder_without_a_tokenizer_is_told_by_loading(forerun, pair, tmp_path):

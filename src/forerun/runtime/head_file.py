@@ -1,4 +1,4 @@
-"""The head of the drafter `eagle` as its file has it, in numpy's arrays."""
+"""What files of heads hold, read without torch: the drafter `eagle`'s in numpy's arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPS = 1e-5
 ROTARY = tuple(10_000.0 ** (-2 * i / HEAD) for i in range(HEAD // 2))
 """Radians per place by which pairs turn."""
 
-WHOLE = 1 << 30  # A span that leaves nothing out
+WHOLE = 1 << 30  # a head's `span` that leaves nothing of a prompt out
 CONFIG = "config.json"  # of EAGLE-3 heads in their makers' layouts, and
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """variants of their layer, as both layouts name them; false where a file does not say."""

@@ -21,16 +21,11 @@ from forerun.runtime.base import LOGITS, Best, Facts, Pieces
 from forerun.runtime.drafts import WEIGHTS
 from forerun.runtime.head_file import EPS, HEAD, ROTARY, HeadWeights
 from forerun.runtime.openvino import store
+from forerun.runtime.openvino.core import integers
 from forerun.runtime.openvino.executor import OpenVINOExecutor, settings
 from forerun.runtime.openvino.forms import Form
 from forerun.runtime.openvino.nodes import GIVEN, STATES, attach
-from forerun.runtime.openvino.placeholders import (
-    INPUTS,
-    Attention,
-    integers,
-    name,
-    placeholder,
-)
+from forerun.runtime.openvino.placeholders import INPUTS, Attention, name, placeholder
 from forerun.runtime.openvino.ports import replace as replaced
 from forerun.runtime.openvino.weights import hold
 from forerun.runtime.states import States

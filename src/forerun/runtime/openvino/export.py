@@ -28,14 +28,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from forerun.errors import UnsupportedModelError
 from forerun.runtime.encoder_decoder import Table, banned
-from forerun.runtime.openvino.placeholders import (
-    INPUTS,
-    Attention,
-    integers,
-    name,
-    placeholder,
-    reason,
-)
+from forerun.runtime.openvino.core import integers, reason
+from forerun.runtime.openvino.placeholders import INPUTS, Attention, name, placeholder
 from forerun.runtime.support import decoder_limit
 
 HALF = torch.bfloat16, torch.float16

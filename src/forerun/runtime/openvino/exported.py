@@ -16,8 +16,8 @@ from forerun.errors import ModelError, UnsupportedModelError
 from forerun.runtime.attention import windows_of
 from forerun.runtime.base import Facts, identity
 from forerun.runtime.load import EXPORTED, read_config, saved_generation_config
-from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.placeholders import Attention, integers, placeholder, reason
+from forerun.runtime.openvino.core import core, integers, reason
+from forerun.runtime.openvino.placeholders import Attention, placeholder
 from forerun.runtime.openvino.ports import adopt, before, head, last_two, replace
 from forerun.runtime.support import context_limit, end_of_text, refusal
 

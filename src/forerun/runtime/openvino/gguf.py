@@ -18,7 +18,8 @@ from openvino.frontend import FrontEndManager
 from forerun.errors import MissingExtraError, UnsupportedModelError
 from forerun.runtime.gguf import GGUF
 from forerun.runtime.openvino.blocks import rounds_inputs, sign, widen_scales
-from forerun.runtime.openvino.placeholders import Attention, integers, placeholder, reason
+from forerun.runtime.openvino.core import integers, reason
+from forerun.runtime.openvino.placeholders import Attention, placeholder
 from forerun.runtime.openvino.ports import adopt, before, last_two, replace
 
 EXACT = "OV_GGUF_Q4_K_ZP_F16"

@@ -22,11 +22,11 @@ from forerun.runtime.base import Facts
 from forerun.runtime.load import EXPORTED, checkpoint_files, counted, exported, load_model
 from forerun.runtime.openvino import store
 from forerun.runtime.openvino.blocks import GROUP, rounds_inputs
+from forerun.runtime.openvino.core import reason
 from forerun.runtime.openvino.executor import GROUPS, PRECISIONS, OpenVINOExecutor, settings
 from forerun.runtime.openvino.forms import is_packed
 from forerun.runtime.openvino.nodes import TREES, attach, tap
 from forerun.runtime.openvino.parts import narrows
-from forerun.runtime.openvino.placeholders import reason
 from forerun.runtime.openvino.weights import hold
 from forerun.runtime.probe import passes_agree, probe, reference, reference_of
 from forerun.runtime.states import States

@@ -17,8 +17,7 @@ import openvino as ov
 import openvino.opset15 as op
 
 from forerun.runtime.openvino.blocks import rounds_inputs
-from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.placeholders import integers
+from forerun.runtime.openvino.core import core, integers
 from forerun.runtime.openvino.ports import replace
 from forerun.runtime.openvino.weights import halves, held
 

@@ -7,9 +7,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import openvino as ov
 import openvino.opset15 as op
+
+from forerun.runtime.openvino.core import integers
 
 INPUTS = ("input_ids", "position_ids", "wanted")
 """Of the exported graph: `(tokens, 1)` ids and positions, `(wanted,)` places of tokens whose logits
@@ -62,15 +63,3 @@ def placeholder(call: Attention, number: int, states: Sequence[ov.Output]) -> ov
     packed.set_friendly_name(f"{PLACEHOLDER}{number}")
     width = call.query_heads * call.value_size
     return op.slice(packed, integers([0]), integers([width]), integers([1]), integers([1]))
-
-
-def integers(values: int | list[int]) -> ov.Node:
-    """A constant."""
-    return op.constant(np.array(values, dtype=np.int64))
-
-
-def reason(error: Exception) -> str:
-    """The telling line of an error of OpenVINO's, which has many."""
-    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")]
-    telling = [line for line in lines if "No conversion rule" in line or "rror:" in line]
-    return (telling or lines[-1:] or [type(error).__name__])[0][:200]

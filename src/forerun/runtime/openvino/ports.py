@@ -6,7 +6,8 @@ import openvino as ov
 import openvino.opset15 as op
 
 from forerun.errors import UnsupportedModelError
-from forerun.runtime.openvino.placeholders import INPUTS, Attention, integers, name
+from forerun.runtime.openvino.core import integers
+from forerun.runtime.openvino.placeholders import INPUTS, Attention, name
 
 
 def before(port: ov.Output, *types: str) -> ov.Output:
