@@ -94,7 +94,7 @@ def _projection(access: LayerAccess, tokens: int) -> float:
 def _replayed(access: LayerAccess, heads: ExitHeads, texts: list[OwnText]) -> dict[str, Any]:
     """The best settings by weights read, with and without annealing; and annealings at one."""
     layers = candidates(heads.layers)
-    trace = ExitTrace.record(access, heads, layers, texts)
+    trace = ExitTrace.record(heads, layers, texts)
     whole = _projection(access, access.unembedding.shape[0])
     asked = whole if heads.tokens is None else _projection(access, len(heads.tokens))
     costs = {"layers": 1.0, "exits": asked, "steps": 0.0, "rounds": whole}

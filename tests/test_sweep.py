@@ -17,7 +17,7 @@ from forerun.engine import Sampling
 from forerun.errors import SettingError
 from forerun.lab.exits import sweep
 from forerun.lab.exits.exit_replay import ANNEALS, ExitTrace, OwnText, Setting
-from forerun.lab.exits.sweep import ExitSearch, _fit, measure, untuned
+from forerun.lab.exits.sweep import ExitSearch, Sweep, _fit, untuned
 from forerun.model import Model
 from forerun.runtime import Rows, torch_rows
 from forerun.runtime.exits import LayersExecutor, Work, layers_of
@@ -90,8 +90,7 @@ EOS = frozenset(range(3, 30))
 def recording(
     outputs: list[OwnText], heads: Any = None, layers: tuple[int, ...] = EXITS
 ) -> ExitTrace:
-    access = LayerAccess(MODEL)
-    return ExitTrace.record(access, heads or ExitHeads(access), layers, outputs)
+    return ExitTrace.record(heads or ExitHeads(LayerAccess(MODEL)), layers, outputs)
 
 
 @pytest.fixture(scope="module", params=SAMPLINGS, ids=["greedy", "penalties, end", "drawn"])
@@ -234,16 +233,15 @@ def test_settings_are_specs_that_load() -> None:
 
 def test_measured_and_confirmed_on_a_tiny_model() -> None:
     model = Model(torch_rows(MODEL), DRAFTERS.make("none").build(None, None))
-    rows = Rows(LayersExecutor(MODEL))
-    heads = ExitHeads(layers_of(rows).access)
     short = replace(SAMPLINGS[0], max_new_tokens=10)
     made = list(sweep.written(model, [(p, short) for p in PROMPTS[:2]]))
     assert [t.output for t in made] == [t.output for t in written(short)[:2]]
-    measured = measure(model, rows, heads, EXITS, made, 4)
+    tried = Sweep(model, "", width=4)
+    measured = tried.measure(EXITS, made)
     assert measured["layers"] + measured["rounds"] > 0 < measured["plain"]
     search = ExitSearch(recording(made), measured, 4)
     settings = [Setting((1,), 0.2, 0.0, 4), Setting((5,), 0.0, 0.0, 2)]
-    live_ = sweep.confirm(model, rows, heads, search, settings)
+    live_ = tried.confirm(search, settings)
     assert set(live_) == set(settings)
     fastest, other = live_.values()
     assert fastest["speedup"]["mean"] >= other["speedup"]["mean"]

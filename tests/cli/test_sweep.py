@@ -134,7 +134,7 @@ def test_interrupted_it_keeps_the_best_so_far(run, prompts, tmp_path, monkeypatc
     def interrupt(*args, **how):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("forerun.lab.exits.sweep.confirm", interrupt)
+    monkeypatch.setattr("forerun.lab.exits.sweep.Sweep.confirm", interrupt)
     path = tmp_path / "settings.json"
     code, out, err = run("--prompts", prompts, "-o", str(path))
     assert (code, out) == (130, "")

@@ -9,7 +9,7 @@ estimate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -92,19 +92,17 @@ class ExitTrace:
     sure: FloatArray  # `(texts, T, exits, anneals)` annealed top-1 probability
 
     @classmethod
-    def record(
-        cls, access: LayerAccess, heads: ExitHeads, layers: tuple[int, ...], texts: list[OwnText]
-    ) -> ExitTrace:
+    def record(cls, heads: ExitHeads, layers: tuple[int, ...], texts: list[OwnText]) -> ExitTrace:
         """Run the model once over every text and ask the heads of `layers`, which rise; sampled
         ones are drawn by the noise of their seed."""
         longest = max(len(text.output) for text in texts)
         tokens = np.full((len(texts), longest, len(layers)), -1)
         sure = np.zeros((*tokens.shape, len(ANNEALS)))
         for row, text in enumerate(texts):
-            for column, (ids, confidences) in enumerate(_outputs(access, heads, layers, text)):
+            for column, (ids, confidences) in enumerate(_outputs(heads, layers, text)):
                 tokens[row, : len(ids), column] = ids
                 sure[row, : len(ids), column] = confidences
-        return cls(layers, access.layers, texts, tokens, sure)
+        return cls(layers, heads.access.layers, texts, tokens, sure)
 
     @property
     def positions(self) -> int:
@@ -191,29 +189,36 @@ def _windows(values: Any, width: int) -> Any:
 
 @torch.inference_mode()
 def _outputs(
-    access: LayerAccess, heads: ExitHeads, layers: tuple[int, ...], text: OwnText
-) -> list[tuple[IntArray, FloatArray]]:
+    heads: ExitHeads, layers: tuple[int, ...], text: OwnText
+) -> Iterator[tuple[IntArray, FloatArray]]:
     """Per exit its tokens `(n,)` before each of a text's, and `(n, anneals)` confidences."""
-    model = access.model
-    vocab = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.tensor([[*text.prompt, *text.output][:-1]], device=model.device)
-    hidden, at = access.open(ids)
-    depth, out = 0, []
+    access = heads.access
+    vocab = access.model.config.get_text_config(decoder=True).vocab_size
     noise = Noise.of(text.sampling, text.prompt)
     sampler = Sampler([text.sampling], [text.eos], [noise])
     row: Any = SimpleNamespace(context=text.prompt, prompt=len(text.prompt))
-    for layer in layers:
-        hidden, depth = access.run(hidden, depth, layer, at), layer
-        logits = heads.logits(layer, hidden[0, len(text.prompt) - 1 :])
+    by_layer = _logits(heads, layers, [*text.prompt, *text.output], len(text.output))
+    for layer, logits in zip(layers, by_layer, strict=True):
         whole = spread(logits, heads.tokens, vocab)
         tokens = sampler.process(whole.unsqueeze(0), [row], [text.output])[0].argmax(-1)
         heat = torch.tensor([temperature(layer, access.layers, a) for a in ANNEALS])
         divided = logits.float().unsqueeze(1) / heat.to(logits.device).view(1, -1, 1)
-        out.append((tokens.cpu().numpy(), divided.softmax(-1).amax(-1).cpu().numpy()))
-    return out
+        yield tokens.cpu().numpy(), divided.softmax(-1).amax(-1).cpu().numpy()
 
 
 @torch.inference_mode()
+def _logits(
+    heads: ExitHeads, layers: Iterable[int], text: Sequence[int], count: int
+) -> Iterator[torch.Tensor]:
+    """Per layer `(count, n)` logits of its head before each of the last tokens of a text."""
+    access = heads.access
+    ids = torch.tensor([list(text)[:-1]], device=access.model.device)
+    (hidden, at), depth = access.open(ids), 0
+    for layer in layers:
+        hidden, depth = access.run(hidden, depth, layer, at), layer
+        yield heads.logits(layer, hidden[0, -count:])
+
+
 def view_layers(
     model: Any, text: Sequence[int], count: int
 ) -> tuple[list[list[int]], list[list[float]]]:
@@ -225,12 +230,6 @@ def view_layers(
     Reference: SpecBound, Figure 1.
     """
     access = LayerAccess(model.eval())
-    ids = torch.tensor([list(text)[:-1]], device=model.device)
-    hidden, at = access.open(ids)
-    tokens, probs = [], []
-    for layer in range(access.layers):
-        hidden = access.run(hidden, layer, layer + 1, at)
-        best = access.logits(hidden[0, -count:]).float().softmax(-1).max(-1)
-        tokens.append(best.indices.tolist())
-        probs.append(best.values.tolist())
-    return tokens, probs
+    by_layer = _logits(ExitHeads(access), range(1, access.layers + 1), text, count)
+    best = [logits.float().softmax(-1).max(-1) for logits in by_layer]
+    return [b.indices.tolist() for b in best], [b.values.tolist() for b in best]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from operator import methodcaller
@@ -37,7 +37,7 @@ MOST_LAYERS = 12  # most exit layers that are tried; of more, evenly spaced ones
 WIDTH = 12  # most tokens per round that are tried
 GRID = tuple(round(0.05 * step, 2) for step in range(21))  # thresholds shown around the best one
 
-
+Tell = Callable[[int, int], None]  # gets what is done, and all there is
 ExitCosts = dict[str, float]
 """Seconds at batch size 1 of one of what `ExitTrace.counts` counts: `layers`, one layer, for a
 token or for several at once; `exits`, one exit: its head, and whether its confidence suffices;
@@ -45,82 +45,37 @@ token or for several at once; `exits`, one exit: its head, and whether its confi
 one round, beyond the above: the last projection, the engine; and `plain`, one plain token."""
 
 
-def speculating(model: Model, rows: Rows, heads: ExitHeads, setting: Setting) -> Model:
-    """`model` decoding with a setting of specbound; all such models may share `rows`."""
-    drafter = SpecBoundDrafter(
-        rows, heads, setting.layers, setting.threshold, setting.anneal, setting.width, setting.bonus
-    )
-    speculative = Model(rows, drafter, model.tokenizer)
-    speculative.eos = model.eos
-    return speculative
-
-
-def measure(
-    model: Model,
-    rows: Rows,
-    heads: ExitHeads,
-    layers: Sequence[int],
-    texts: Sequence[OwnText],
-    width: int,
-    tell: Callable[[int, int], None] | None = None,
-) -> ExitCosts:
-    """Fit costs to live rounds of a few of the texts that differ in what they run, with `rows` of a
-    runtime for early exits of the same model; `tell` gets the texts done and their number.
-    `PromptError` if no text lasts for two rounds."""
-    sample = [*texts[:: max(1, len(texts) // LIVE_TEXTS)]][:LIVE_TEXTS]
-    seen: list[tuple[list[float], float]] = []
-    alone: list[float] = []
-    for number, text in enumerate(sample):
-        sampling = replace(text.sampling, max_new_tokens=min(LIVE_TOKENS, len(text.output)))
-        for setting in _varied(layers, width):
-            done = timed(speculating(model, rows, heads, setting), text, setting, sampling)
-            for work, seconds in [*zip(done.work, done.times, strict=True)][1:]:
-                ran, asked = work.calls("draft", "verify"), work.calls("exit")
-                counted = [float(ran), float(asked), float(work.passes("step")), 1.0]
-                seen.append((counted, seconds))
-        alone += timed(model, text, None, sampling).times[1:]
-        if tell is not None:
-            tell(number + 1, len(sample))
-    if not seen or not alone:
-        raise PromptError("the texts are too short to time; give more prompts or more tokens")
-    [plain] = _fit([([1.0], seconds) for seconds in alone])
-    return {**dict(zip(COUNTED, _fit(seen), strict=True)), "plain": plain}
-
-
 @dataclass(frozen=True)
 class TimedText:
     """One generation; of each round, the first of which includes reading the prompt:"""
 
     completion: Completion
-    times: list[float]  # seconds
-    wall: list[float]  # the same in wall time
+    seconds: FloatArray  # `(rounds, 2)`, by the clock of `_clock` and by the wall
     work: list[Work]  # what it ran, if the model drafts for itself
 
     @property
-    def pace(self) -> tuple[float, float] | None:
-        """Seconds per token after the first round, also by the wall; None: there was no other."""
+    def pace(self) -> FloatArray | None:
+        """`(2,)` seconds per token after the first round; None: there was no other."""
         tokens = sum(r.committed for r in self.completion.rounds[1:])
-        return (sum(self.times[1:]) / tokens, sum(self.wall[1:]) / tokens) if tokens else None
+        return self.seconds[1:].sum(0) / tokens if tokens else None
 
 
-def timed(
-    model: Model, text: OwnText, setting: Setting | None, sampling: Sampling | None = None
-) -> TimedText:
-    """Decode a prompt with a model made by `speculating`, or plainly without a setting."""
+def timed(model: Model, text: OwnText, setting: Setting | None) -> TimedText:
+    """Decode a prompt with a model that speculates by a setting, or plainly without one."""
     clock, counted = _clock(model.target.device), getattr(model.target.executor, "work", Work())
-    marks, completion = [(clock(), time.perf_counter(), Work(counted))], None
+    marks, work, completion = [(clock(), time.perf_counter())], [Work(counted)], None
     for event in model.stream(
         [text.prompt],
         controller="fixed(0)" if setting is None else setting.controller,
-        sampling=text.sampling if sampling is None else sampling,
+        sampling=text.sampling,
         plain=setting is None,
     ):
-        marks.append((clock(), time.perf_counter(), Work(counted)))
+        marks.append((clock(), time.perf_counter()))
+        work.append(Work(counted))
         completion = event.completion
     assert completion is not None
-    times, wall, work = zip(*marks, strict=True)
     rounds = [Work(after - before) for before, after in pairwise(work)]
-    return TimedText(completion, np.diff(times).tolist(), np.diff(wall).tolist(), rounds)
+    return TimedText(completion, np.diff(marks, axis=0), rounds)
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
@@ -183,9 +138,7 @@ class ExitSearch(Search[Setting]):
             settings.setdefault((setting.layers, setting.width), setting)
         return list(settings.values())[:count]
 
-    def sweep(
-        self, budget: int, seed: int = 0, tell: Callable[[int, int], None] = lambda *_: None
-    ) -> Setting:
+    def sweep(self, budget: int, seed: int = 0, tell: Tell = lambda *_: None) -> Setting:
         """`budget` trials as in `tune`; the best."""
         require(budget >= 1, "budget", budget, "≥ 1")
         layers, switch = self.exits.layers, OneOf((False, True))
@@ -238,44 +191,6 @@ class ExitSearch(Search[Setting]):
         }
 
 
-def confirm(
-    model: Model,
-    rows: Rows,
-    heads: ExitHeads,
-    search: ExitSearch,
-    settings: Sequence[Setting],
-    tell: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[Setting, dict[str, Any]]:
-    """Decode every text with every setting and plainly, side by side; of each, the fastest first,
-    its figures as an entry of `confirmed` (docs/json.md). `SettingError` if no text lasted for more
-    than a round."""
-    texts, methods = search.exits.texts, [None, *settings]
-    models = [model, *(speculating(model, rows, heads, s) for s in settings)]
-    runs: list[list[TimedText]] = [[] for _ in methods]
-    for number, text in enumerate(texts):
-        for step in range(len(methods)):
-            at = (step + number) % len(methods)  # no method always follows the same one
-            runs[at].append(timed(models[at], text, methods[at]))
-            tell(number * len(methods) + step + 1, len(texts) * len(methods))
-    out = {}
-    for setting, own in zip(settings, runs[1:], strict=True):
-        pairs = list(zip(runs[0], own, strict=True))
-        paces = [(a.pace, b.pace) for a, b in pairs if a.pace and b.pace]
-        if not paces:
-            raise SettingError("the texts end within a round; give prompts with longer answers")
-        speedup, wall = (geometric([a[i] / b[i] for a, b in paces]) for i in (0, 1))
-        done = [one.completion for one in own]
-        tokens, rounds = (sum(getattr(c.stats, n) for c in done) for n in ("tokens", "rounds"))
-        out[setting] = {
-            "predicted": round(search.score(setting), 4),
-            "speedup": speedup,  # on one CPU thread by its own time, else by the wall
-            "wall": wall,
-            "tokens_per_round": round(tokens / rounds, 4),
-            "same": sum(a.completion.tokens == b.completion.tokens for a, b in pairs),
-        }
-    return dict(sorted(out.items(), key=lambda pair: -pair[1]["speedup"]["mean"]))
-
-
 def untuned(layers: Sequence[int], depths: int, trained: bool) -> Setting | None:
     """The setting of `specbound` without arguments; None if it refuses."""
     try:
@@ -316,8 +231,8 @@ class Sweep:
         self._model, self._width, self._seed = model, width, seed
         self._fast = Rows(LayersExecutor(model.target.executor.module()))
         self._trained = bool(trained)
-        self._access = layers_of(self._fast).access
-        self._heads: Any = load_heads(trained, self._access) if trained else ExitHeads(self._access)
+        access = layers_of(self._fast).access
+        self._heads: Any = load_heads(trained, access) if trained else ExitHeads(access)
         self.search: ExitSearch | None = None  # those scored; there once costs are measured
         self._fastest: Setting | None = None
 
@@ -331,23 +246,22 @@ class Sweep:
     ) -> dict[str, Any]:
         """Write, time, search and confirm: the document of `sweep specbound`. `tell` is called with
         the name of a phase, what is done of it, and how much there is."""
-        model, heads, began = self._model, self._heads, time.perf_counter()
+        heads, began = self._heads, time.perf_counter()
         layers = candidates(tuple(heads.layers))
         texts: list[OwnText] = []
-        for text in written(model, ((row.ids, row.sampling) for row in prompts)):
+        for text in written(self._model, ((row.ids, row.sampling) for row in prompts)):
             texts.append(text)
             tell("writing", len(texts))
-        widest = max(self._width, DEFAULTS["width"])
-        costs = measure(model, self._fast, heads, layers, texts, widest, partial(tell, "timing"))
-        exits = ExitTrace.record(self._access, heads, layers, texts)
+        costs = self.measure(layers, texts, partial(tell, "timing"))
+        exits = ExitTrace.record(heads, layers, texts)
         self.search = search = ExitSearch(exits, costs, self._width)
         best = search.sweep(budget, self._seed, partial(tell, "searching"))
         chosen, spec = search.top(confirmed), methodcaller("spec", self._exits)
-        usual = untuned(tuple(heads.layers), self._access.layers, self._trained)
+        usual = untuned(tuple(heads.layers), heads.access.layers, self._trained)
         if usual is not None and set(usual.layers) <= set(layers):
             search.score(usual)
             chosen += [usual] * (usual not in chosen)
-        live = confirm(model, self._fast, heads, search, chosen, partial(tell, "confirming"))
+        live = self.confirm(search, chosen, partial(tell, "confirming"))
         fastest, figures = next(iter(live.items()))
         self._fastest = fastest
         return {
@@ -376,6 +290,73 @@ class Sweep:
                 "versions": versions(),
             },
         }
+
+    def measure(
+        self, layers: Sequence[int], texts: Sequence[OwnText], tell: Tell = lambda *_: None
+    ) -> ExitCosts:
+        """Fit costs to live rounds of a few of the texts that differ in what they run; `tell` gets
+        the texts done and their number. `PromptError` if no text lasts for two rounds."""
+        sample = [*texts[:: max(1, len(texts) // LIVE_TEXTS)]][:LIVE_TEXTS]
+        seen: list[tuple[list[float], float]] = []
+        alone: list[float] = []
+        for number, text in enumerate(sample, 1):
+            most = min(LIVE_TOKENS, len(text.output))
+            short = replace(text, sampling=replace(text.sampling, max_new_tokens=most))
+            for setting in _varied(layers, max(self._width, DEFAULTS["width"])):
+                done = timed(self._speculating(setting), short, setting)
+                for work, seconds in [*zip(done.work, done.seconds[:, 0], strict=True)][1:]:
+                    ran, asked = work.calls("draft", "verify"), work.calls("exit")
+                    counted = [float(ran), float(asked), float(work.passes("step")), 1.0]
+                    seen.append((counted, seconds))
+            alone += timed(self._model, short, None).seconds[1:, 0].tolist()
+            tell(number, len(sample))
+        if not seen or not alone:
+            raise PromptError("the texts are too short to time; give more prompts or more tokens")
+        [plain] = _fit([([1.0], seconds) for seconds in alone])
+        return {**dict(zip(COUNTED, _fit(seen), strict=True)), "plain": plain}
+
+    def confirm(
+        self, search: ExitSearch, settings: Sequence[Setting], tell: Tell = lambda *_: None
+    ) -> dict[Setting, dict[str, Any]]:
+        """Decode every text with every setting and plainly, side by side; of each, the fastest
+        first, its figures as an entry of `confirmed` (docs/json.md). `SettingError` if no text
+        lasted for more than a round."""
+        texts = search.exits.texts
+        methods = [(self._model, None), *((self._speculating(s), s) for s in settings)]
+        runs: list[list[TimedText]] = [[] for _ in methods]
+        for number, text in enumerate(texts):
+            for step in range(len(methods)):
+                at = (step + number) % len(methods)  # no method always follows the same one
+                runs[at].append(timed(methods[at][0], text, methods[at][1]))
+                tell(number * len(methods) + step + 1, len(texts) * len(methods))
+        out: dict[Setting, dict[str, Any]] = {}
+        for setting, own in zip(settings, runs[1:], strict=True):
+            pairs = list(zip(runs[0], own, strict=True))
+            paces = [(a.pace, b.pace) for a, b in pairs]
+            ratios = [a / b for a, b in paces if a is not None and b is not None]
+            if not ratios:
+                raise SettingError("the texts end within a round; give prompts with longer answers")
+            speedup, wall = map(geometric, np.stack(ratios, 1))
+            done = [one.completion.stats for one in own]
+            tokens, rounds = (
+                sum(stats.tokens for stats in done),
+                sum(stats.rounds for stats in done),
+            )
+            out[setting] = {
+                "predicted": round(search.score(setting), 4),
+                "speedup": speedup,  # on one CPU thread by its own time, else by the wall
+                "wall": wall,
+                "tokens_per_round": round(tokens / rounds, 4),
+                "same": sum(a.completion.tokens == b.completion.tokens for a, b in pairs),
+            }
+        return dict(sorted(out.items(), key=lambda pair: -pair[1]["speedup"]["mean"]))
+
+    def _speculating(self, setting: Setting) -> Model:
+        """The model with a setting of specbound; all such models share rows."""
+        drafter = SpecBoundDrafter(self._fast, self._heads, *astuple(setting))
+        speculative = Model(self._fast, drafter, self._model.tokenizer)
+        speculative.eos = self._model.eos
+        return speculative
 
     @property
     def best(self) -> Setting | None:
