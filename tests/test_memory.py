@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from forerun.controllers import CONTROLLERS
 from forerun.drafters import Drafter, ngrams
+from forerun.drafters.datastore import Datastore
 from forerun.drafters.memory import GrowingTable, MemoryDraft, fingerprint, grown_file
 from forerun.drafters.ngrams import NGrams, contexts_of, follow, pack, probability, unpack
 from forerun.drafters.none import NullDrafter
@@ -26,6 +27,7 @@ from forerun.engine import Engine, Request, Sampling
 from forerun.errors import ModelError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows
+from forerun.runtime.drafts import write_tensors
 from forerun.testing import ScriptedModel
 from test_engine import V, chaotic
 
@@ -185,6 +187,27 @@ def test_whatever_a_table_holds_the_text_is_the_targets_own(
 
 
 # --- a table that grows ---------------------------------------------------------------------------
+
+
+def test_a_full_disk_costs_nothing_but_the_table(tmp_path: Path) -> None:
+    """Also at the end of a process, where an error would be a traceback below the text."""
+    resource = pytest.importorskip("resource", reason="limits of processes are POSIX's")
+    growing = GrowingTable(tmp_path / "table.safetensors", "of a tokenizer", V)
+    growing.learn([1, 2, 3, 4], 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    try:
+        with pytest.raises(OSError, match="large"):
+            growing.table.save(tmp_path / "other", "of a tokenizer")
+        with pytest.raises(OSError, match="large"):
+            Datastore.build([[1, 2, 3]]).save(tmp_path / "store")
+        with pytest.raises(OSError, match="large"):
+            write_tensors(tmp_path / "draft", {"weight": torch.zeros(9)})
+        growing.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {file.name for file in tmp_path.iterdir()} == {"store", "table.lock"}
+    assert follow([growing.table], [1, 2]).token == 3  # type: ignore[union-attr]
 
 
 def test_what_was_written_once_is_drafted_in_the_next_process() -> None:

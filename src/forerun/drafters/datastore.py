@@ -70,10 +70,10 @@ class Datastore:
 
     def save(self, path: str | Path) -> None:
         """Write it as one safetensors file; `OSError` if that fails."""
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
         kept = {"tokens": self.tokens, "order": self._order}
-        save_file(kept, str(path), {"datastore": SCHEMA})
+        Path(path).write_bytes(save(kept, {"datastore": SCHEMA}))
 
     @property
     def highest(self) -> int:

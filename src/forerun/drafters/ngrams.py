@@ -91,12 +91,13 @@ class NGrams:
         self, path: str | Path, tokenizer: str, about: Mapping[str, str] | None = None
     ) -> None:
         """Write it, whole or not at all; `OSError` if that fails."""
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
         packed = [context << VALUE_BITS | value for context, value in self.entries.items()]
         about = {"ngrams": SCHEMA, "tokenizer": tokenizer, **(about or {})}
         with replacing(Path(path)) as beside:
-            save_file({"entries": np.array(packed, dtype=np.uint64)}, str(beside), about)
+            beside.touch(0o600)  # it tells what was written here
+            beside.write_bytes(save({"entries": np.array(packed, dtype=np.uint64)}, about))
 
     def learn(self, text: Sequence[int], given: int) -> None:
         """Count the tokens of a text from index `given` on; what stands before is only context.

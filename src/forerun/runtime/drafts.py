@@ -49,14 +49,13 @@ def save_about(folder: str | Path, about: About) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file of tensors, whole or not at all, and its folder."""
-    from safetensors.torch import save_file
+    """Write a file of tensors, whole or not at all, and its folder; `OSError` if that fails."""
+    from safetensors.torch import save
 
     path.parent.mkdir(parents=True, exist_ok=True)
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing(path) as beside:
-        save_file(own, str(beside), metadata={"format": "pt"})
-        beside.chmod(0o644)
+        beside.write_bytes(save(own, metadata={"format": "pt"}))
 
 
 def read_about(folder: str | Path, kind: str | None = None) -> About:
