@@ -10,29 +10,27 @@ from forerun.types import RoundOutcome, Token
 
 
 class LogOdds(NamedTuple):
-    """Log-odds of being kept: of a drafted token, and of the next one before it is drafted."""
+    """Log-odds of being kept."""
 
     constant: float  # of a drafted token
     per_margin: float  # per logit of its margin
     per_chosen: float  # per unit of its probability, where coins decide it
     first: float  # of a round's first token before it is drafted
-    next_constant: float  # of a later one
+    later: float  # of a later one
     per_newest: float  # per logit of the margin before it
 
-    def drafted(self, token: Token) -> float:
-        z: float = self.constant + self.per_margin * token.logit_margin
-        return z if token.chosen is None else z + self.per_chosen * token.chosen
-
-    def following(self, token: Token) -> float:
-        return self.next_constant + self.per_newest * token.logit_margin
+    def chances(self, token: Token, shift: float) -> tuple[float, float]:
+        """That a drafted token is kept, and then the next one, before it is drafted."""
+        kept = self.constant + self.per_margin * token.logit_margin
+        if token.chosen is not None:
+            kept = kept + self.per_chosen * token.chosen
+        following = self.later + self.per_newest * token.logit_margin
+        return sigmoid(kept + shift), sigmoid(following + shift)
 
 
 GREEDY = LogOdds(-0.44, 1.37, 0.0, 1.23, 0.70, 0.35)
 """Where no coins decide; `python -m benchmarks.auto_prior` made both."""
 SAMPLED = LogOdds(0.52, 0.0, 3.34, 0.97, 0.83, 0.29)  # where coins do
-BLIND = 0.8, 2.0, 3.4, 4.0
-"""First tokens of rounds, kept and judged, and later ones: what a draft that is not seen starts
-from."""
 
 
 class SurvivalState(NamedTuple):
@@ -41,7 +39,8 @@ class SurvivalState(NamedTuple):
     certain: bool = True  # whether no coins decide what is kept: which prior is the request's
     shift: float = 0.0  # the request's own constant, of drafted tokens and of the next one
     weight: float = 0.0  # `Σ w` it was learned from
-    counts: tuple[float, ...] = BLIND  # first tokens kept and judged, and later ones
+    counts: tuple[float, ...] = (0.8, 2.0, 3.4, 4.0)
+    """First tokens of rounds, kept and judged, and later ones."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Survival(Forecaster):
         """From a share of what the request before has learned."""
         if before is None:
             return SurvivalState(certain)
-        pairs = zip(BLIND, before.counts, strict=True)
+        pairs = zip(SurvivalState().counts, before.counts, strict=True)
         counts = tuple(prior + self.carried * (count - prior) for prior, count in pairs)
         return SurvivalState(certain, self.carried * before.shift, 0.0, counts)
 
@@ -80,55 +79,37 @@ class Survival(Forecaster):
 
     def outlook(self, state: SurvivalState) -> Outlook:
         """By what was kept of first and later tokens."""
-        return Outlook(*_counted(state))
+        first, judged, later, later_judged = state.counts
+        return Outlook(first / judged, later / later_judged)
 
     def forecast(
         self, state: SurvivalState, memo: Chance | None, token: Token
     ) -> tuple[Chance, Chance]:
         """By the token's margin, or by its depth if it has none."""
         if token.logit_margin is None:
-            first, later = _counted(state)
-            kept, following = (later if memo else first), later
+            first, following = self.outlook(state)
+            kept = following if memo else first
         else:
             by: LogOdds = where(state.certain, GREEDY, SAMPLED)
-            kept = sigmoid(by.drafted(token) + state.shift)
-            following = sigmoid(by.following(token) + state.shift)
+            kept, following = by.chances(token, state.shift)
         chance = Chance(memo.kept * kept if memo else kept, following)
         return chance, chance
 
     def observe(self, state: SurvivalState, round: RoundOutcome) -> SurvivalState:
-        """A Newton step of ridge logistic regression on the constant, from the judged tokens."""
-        count = round.judged
-        most = largest(count)
-        if not most:
-            return state
-        state = state._replace(counts=self._counts(state, round))
-        if not round.shows("logit_margin"):
-            return state
+        """Counts, and a Newton step of ridge logistic regression on the constant, of what was
+        judged."""
         by: LogOdds = where(state.certain, GREEDY, SAMPLED)
-        guess, weight, miss = by.first, state.weight, 0.0
-        for i in range(most):
-            inside, token = 0.5 * (i < count), round.tokens[i]
-            for z in (guess, by.drafted(token)):  # before it was drafted, and behind it
-                chance = sigmoid(z + state.shift)
-                weight = weight + inside * chance * (1 - chance)
-                miss = miss + inside * (round.accept_prob[i] - chance)
-            guess = by.following(token)
-        shift = state.shift + miss / (weight + self.weight)
-        learned = state._replace(shift=shift, weight=weight)
-        return where(count > 0, learned, state)
-
-    def _counts(self, state: SurvivalState, round: RoundOutcome) -> tuple[float, ...]:
-        """What the state counts of first and later tokens, with one more round."""
-        counts = list(state.counts)
+        counts, weight, miss = list(state.counts), state.weight, 0.0
+        guess, seen = sigmoid(by.first + state.shift), round.shows("logit_margin")
         for i in range(largest(round.judged)):
-            inside, kept = where(i < round.judged, 1.0, 0.0), 2 * (i > 0)
-            counts[kept] = counts[kept] + inside * round.accept_prob[i]
-            counts[kept + 1] = counts[kept + 1] + inside
-        return tuple(counts)
-
-
-def _counted(state: SurvivalState) -> tuple[float, float]:
-    """Chances of a first token and of later ones, of a draft that is not seen."""
-    first, judged, later, later_judged = state.counts
-    return first / judged, later / later_judged
+            inside, kept, at = where(i < round.judged, 1.0, 0.0), round.accept_prob[i], 2 * (i > 0)
+            counts[at] = counts[at] + inside * kept
+            counts[at + 1] = counts[at + 1] + inside
+            if seen:
+                drafted, following = by.chances(round.tokens[i], state.shift)
+                for chance in (guess, drafted):  # before it was drafted, and behind it
+                    weight = weight + 0.5 * inside * chance * (1 - chance)
+                    miss = miss + 0.5 * inside * (kept - chance)
+                guess = following
+        shift = state.shift + miss / (weight + self.weight)
+        return SurvivalState(state.certain, shift, weight, tuple(counts))
