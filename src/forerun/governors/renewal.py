@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import gt
@@ -23,16 +23,13 @@ FORESEEN = 8  # tokens of a model's draft that are weighed against a free one
 SHARED = 0.8
 """Power of the rows for which a batch's rounds count if the reserve is `Seat.by_row`: by 1 good
 streams of 16 rows lose 2 % to it, by 0 poor ones do."""
-HELD_UP = 4.0
-"""Times what costs say that a round with a draft is booked at most: else one that the machine held
-up would rest thousands of tokens."""
+HELD_UP = 4.0  # times what costs say that a round is booked at most: the machine holds some up
 
 
 class Pace(NamedTuple):
     """What the rows of a pass have gained and lost, in plain rounds and tokens of a row."""
 
-    reserve: float
-    """What may be lost yet over all requests; the draft's reading of prompts is taken from it."""
+    reserve: float  # what may be lost yet over all requests, the draft's reading of prompts, too
     budget: float  # what may be lost yet in the requests that run
     tokens: float = 0.0  # committed in the requests that run, less what came before
     time: float = 0.0  # that this takes by the costs
@@ -44,20 +41,16 @@ class Renewal(Governor):
 
     Args:
         policy: what forecasts acceptance.
-        high: the most tokens per round, ≥ 1. 32, beyond what pays for any drafter that costs time.
+        high: the most tokens per round, ≥ 1; more than 32 never pay where drafting takes time.
         interest: ε, share of every committed token that speculation may lose, ≥ 0.
-        reserve: plain rounds that it may lose besides over all requests, ≥ 0, and most that is
-            saved up for it.
+        reserve: plain rounds that it may lose besides over all requests, and saves at most, ≥ 0.
         budget: plain rounds that it may lose in a request before it has gained any, ≥ 0.
-        most: plain rounds that one round takes from that budget at most, ≥ 0: what a draft may lose
-            was weighed by its chances before, and the clock has outliers.
+        most: plain rounds that one round takes from that budget at most, ≥ 0.
         prior: plain rounds that a request's own rate is added to, > 0.
         carried: share of that rate that the next request starts from, in [0, 1].
-        leaves: the most second choices of the draft per round that are judged beside its tokens,
-            each where it is worth its place in the target's pass, ≥ 0 (0: none).
-        tree: the most nodes of a tree per round, ≥ 0 (0: drafts are chains), for drafters that can
-            be run along branches, where a token more takes next to nothing in the target's pass;
-            each node where it is worth its place.
+        leaves: the most second choices per round that are judged beside drafted tokens, ≥ 0.
+        tree: the most nodes of a tree per round, ≥ 0 (0: a chain), for drafters that can be run
+            along branches; grown where tokens more take next to nothing in the target's pass.
 
     Reference: ours. Optimal stopping of a renewal-reward process, with λ by the iteration of
     Dinkelbach 1967, "On Nonlinear Fractional Programming".
@@ -86,7 +79,7 @@ class Renewal(Governor):
         kept = 1 - share * (1 - self.carried)
         left = min(max(pace.reserve / self.reserve, 0.0), 1.0) if self.reserve else 0.0
         budget = (1 - share) * pace.budget + share * left * self.budget
-        return pace._replace(budget=budget, tokens=kept * pace.tokens, time=kept * pace.time)
+        return Pace(pace.reserve, budget, kept * pace.tokens, kept * pace.time)
 
     def rests(self, pace: Pace, costs: Costs) -> bool:
         """Where what may be lost does not even pay for a draft step."""
@@ -110,14 +103,12 @@ class Renewal(Governor):
         if not outcome.committed:
             return pace._replace(reserve=pace.reserve - reading)
         rows = len(outcome.committed)
-        tokens, plain = sum(outcome.committed.values()) / rows, costs.plain
-        time = took = 1.0
+        tokens = sum(outcome.committed.values()) / rows
         judged = [n + outcome.leaves.get(i, 0) for i, n in outcome.judged.items()]
-        if outcome.steps or any(judged):
-            width, tree = costs.width(judged, rows), bool(outcome.leaves)
-            time = took = costs.round_seconds(outcome.steps, width, tree) / plain
-            if outcome.seconds is not None:
-                took = min(outcome.seconds / plain, HELD_UP * time)
+        width, tree = costs.width(judged, rows), bool(outcome.leaves)
+        time = took = costs.round_seconds(outcome.steps, width, tree) / costs.plain
+        if outcome.seconds is not None and (outcome.steps or width > 1):
+            took = min(outcome.seconds / costs.plain, HELD_UP * time)
         gain = (1 + self.interest) * tokens - took
         booked = gain * plan.shares if isinstance(plan, _Weighed) else gain
         return Pace(
@@ -143,10 +134,10 @@ class _Weighed(Plan):
         self.shares = rows**SHARED if seats[0].by_row else 1.0
         """Plain rounds of the reserve that a round of this batch counts for."""
         self._budget = min(pace.reserve / self.shares, pace.budget) * costs.plain
-        self._rides = costs.prefill is not None and any(seat.rides for seat in seats)
         self._apart = costs.packed and rows > 1
         """Whether each row's tokens make the pass wider by themselves."""
-        judging = (costs.widening,) if self._rides else costs.judging
+        rides = costs.prefill is not None and any(seat.rides for seat in seats)
+        judging = (costs.widening,) if rides else costs.judging
         if paid and not self._apart:
             judging = (*[0.0] * paid, *(judging[paid:] or judging[-1:]))
         self._judging = judging
@@ -159,46 +150,37 @@ class _Weighed(Plan):
         that leaves out."""
         self._kept: list[list[float]] = [[] for _ in seats]
         """Per seat the chances that its first, first two, … tokens are all kept."""
-        self._tokens, self._loss = 0, 0.0
-        """Drafted so far; and what the round may lose if nothing is kept, in seconds."""
-        self.most = [0] * len(seats)
-        begun = [] if costs.retime == "plain" else self._begun(pace)
-        if any(seats[i].blind for i in begun):
+        self._tokens = 0  # drafted so far
+        step = self._step(0)
+        look = step + self._added(1, len(seats))
+        if self._trims and not seats[0].blind:
+            look = step + costs.cold * (not rides)
+        begun = self._begun(pace, step) if look <= self._budget and costs.retime != "plain" else []
+        self._loss = step + self._added(1, len(begun))
+        """What the round may lose if nothing is kept, in seconds."""
+        self.most = [by.high * (i in begun) for i in range(len(seats))]
+        if begun and seats[0].blind:
             self._foresee(begun)
-        else:
-            self.most = [by.high * (i in begun) for i in range(len(seats))]
 
-    def _begun(self, pace: Pace) -> list[int]:
-        """The seats that may draft, if the budget pays for a look at a token: as many as the
-        reserve pays the drafter's reading of."""
-        costs, seats, out = self._costs, self._seats, list[int]()
-        step = 0.0 if self._paid else costs.draft_seconds(1)
-        seen = self._trims and not seats[0].blind
-        behind = costs.cold * (not self._rides) if seen else self._added(1, len(seats))
-        if step + behind > self._budget:
-            return out
-        pace = pace._replace(reserve=pace.reserve - step / costs.plain)
-        for i, seat in enumerate(seats):
-            if self._by.reads(pace, costs, seat, self._rows):
-                reading = seat.unread * costs.reading / costs.plain
-                pace = pace._replace(reserve=pace.reserve - reading)
+    def _begun(self, pace: Pace, step: float) -> list[int]:
+        """The seats that draft: as many as the reserve pays the drafter's reading of."""
+        out, costs, reserve = list[int](), self._costs, pace.reserve - step / self._costs.plain
+        for i, seat in enumerate(self._seats):
+            if self._by.reads(pace._replace(reserve=reserve), costs, seat, self._rows):
+                reserve -= seat.unread * costs.reading / costs.plain
                 out.append(i)
-        self._loss = step + self._added(1, len(out))
         return out
 
     def _added(self, tokens: int, rows: int = 1) -> float:
         """Seconds by which the n-th token of so many rows makes the pass longer."""
-        judging = self._judging
-        seconds = judging[tokens - 1] if tokens <= len(judging) else judging[-1]
+        seconds = self._judging[min(tokens, len(self._judging)) - 1]
         return seconds * rows / self._rows if self._apart else seconds
 
-    def _step(self, tokens: int, rows: int) -> float:
-        """Seconds of a draft step behind so many tokens, and of judging what it drafts in rows."""
-        costs, step = self._costs, 0.0
-        if tokens >= self._paid:
-            again = costs.ahead and tokens and tokens % costs.ahead == 0
-            step = costs.draft + (costs.first if again else 0.0)
-        return step + self._added(tokens + 1, rows)
+    def _step(self, tokens: int) -> float:
+        """Seconds of the draft step behind so many tokens."""
+        costs = self._costs
+        first = not (tokens % costs.ahead if costs.ahead else tokens)
+        return (costs.draft + costs.first * first) * (tokens >= self._paid)
 
     def _best(self, drafts: Sequence[Sequence[float]], step: float) -> tuple[int, float]:
         """The length that is worth most net of its time, as far as the budget pays for what it may
@@ -239,55 +221,42 @@ class _Weighed(Plan):
         return None if model > own else count
 
     def go(self, chances: Sequence[Chance | None]) -> list[bool]:
-        """The seats that want another token, if that is worth its time to them in sum, and the
-        budget pays for what it may lose, by how likely that is."""
+        """The seats that want another token, if that is worth its time to them in sum, alone or
+        with those behind it, as where it pays for a level of the pass; and if the budget pays for
+        what it may lose, by how likely that is."""
         self._tokens += 1
         dear = self._price * self._added(self._tokens)
         following = self._price * self._added(self._tokens + 1) if self._apart else 0.0
-        going, worth, kept = dict[int, Chance](), 0.0, 0.0
+        going, worth = dict[int, Chance](), 0.0
         for seat, chance in enumerate(chances):
             if chance is None:
                 continue
             self._kept[seat].append(chance.kept)
-            gain = chance.kept * chance.next
             if self._trims:
                 own = self._surplus + chance.kept - dear
                 self._trimmed = self._trimmed + 1 if own < 0 else 0
-                self._surplus = min(own, 0.0)
-                worth += self._surplus
-            if gain > following:
+                self._surplus = worth = min(own, 0.0)
+            if chance.kept * chance.next > following:
                 going[seat] = chance
-                worth, kept = worth + gain, kept + chance.kept
-        step = self._step(self._tokens, len(going))
-        loss, worth = self._loss + step, worth - self._price * step
-        if not going or (1 - kept / len(going)) * loss > self._budget:
-            return [False] * len(chances)
-        if more := worth > 0 or self._ahead(worth, going.values()):
-            self._loss = loss
-        return [more and seat in going for seat in range(len(chances))]
-
-    def _ahead(self, worth: float, going: Collection[Chance]) -> bool:
-        """Whether the next token, `worth` too little alone, pays for a level of the pass with some
-        of those behind it."""
-        likely = max(chance.next for chance in going)
-        gains = [chance.kept * chance.next for chance in going]
-        for n in range(self._tokens + 1, len(self._costs.passes) + 1):
-            # Nor do all that could ever follow, were they drafted and judged for nothing.
-            if worth * (1 - likely) + sum(gains) * likely <= 0:
-                return False
-            gains = [gain * chance.next for gain, chance in zip(gains, going, strict=True)]
-            worth += sum(gains) - self._price * self._step(n, len(going))
-            if worth > 0:
-                return True
-        return False
+        gains, next_ones = [c.kept for c in going.values()], [c.next for c in going.values()]
+        loss = self._loss + self._step(self._tokens) + self._added(self._tokens + 1, len(going))
+        if going and (1 - sum(gains) / len(going)) * loss <= self._budget:
+            for n in range(self._tokens, max(self._tokens, len(self._costs.passes)) + 1):
+                gains = [gain * chance for gain, chance in zip(gains, next_ones, strict=True)]
+                time = self._step(n) + self._added(n + 1, len(going))
+                worth += sum(gains) - self._price * time
+                if worth > 0:
+                    self._loss = loss
+                    return [seat in going for seat in range(len(chances))]
+        return [False] * len(chances)
 
     @property
     def tree(self) -> int:  # type: ignore[override]
         """As many nodes as are next to free, if these are enough for a tree."""
-        nodes = self._by.tree
-        while nodes and self._price * sum(map(self._added, range(1, nodes + 1))) > FREE * nodes:
-            nodes -= 1
-        return nodes if nodes >= min(self._by.tree, BUSH) else 0
+        for nodes in range(most := self._by.tree, min(most, BUSH) - 1, -1):
+            if self._price * sum(map(self._added, range(1, nodes + 1))) <= FREE * nodes:
+                return nodes
+        return 0
 
     def nodes(
         self, drafted: Sequence[int], grown: Sequence[Sequence[float] | None]
@@ -296,7 +265,7 @@ class _Weighed(Plan):
         if together they are worth what a tree takes."""
         widest, total, out = max(*drafted, self._paid), 0.0, []
         for tokens, chances, own in zip(drafted, self._kept, grown, strict=True):
-            hits, most = own or [], len(own or ())
+            hits, most = own or (), len(own or ())
             if own is None:
                 hits = [SECOND * (a - b) for a, b in pairwise([1.0, *chances[:tokens]])]
                 most = self._by.leaves
