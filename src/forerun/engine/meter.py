@@ -19,21 +19,14 @@ RATIO = 5.0  # cost ratio until a step was timed, unless the models' sizes say l
 SLOPE = 0.02  # share of a plain pass that a further token adds, until passes were timed
 SAMPLES = 12  # newest samples of a kind that count
 LOADED = 3  # samples that the seconds of the load count for; those of another start count for one
-EVERY = 8
-"""Rounds between two summings of costs, which take 0.2 ms; the first, in which passes warm up, sum
-them each time."""
+EVERY = 8  # rounds between two summings of costs, which take 0.2 ms; at first, none: passes warm up
 STALE = 64  # rounds after which the arm that was not chosen is timed anew
-HELD_UP = 6.0
-"""Times what it usually takes that reading is booked at most: more is the machine's doing. Cold
-reading takes up to six times as long (stories under that clock: 0.981 of plain decoding; 4: 0.980).
-"""
+HELD_UP = 6.0  # times what it usually takes that reading is booked at most: cold, it takes that
 BUSY, PAIRS = 0.2, 8
 """How much longer or shorter, in logarithms, a pass takes in the middle than the one of its kind
 before, and of how many, for the machine to be busy: 0.08 under noise of 8 %."""
-ABOVE = 0.83
-"""By how many times that, in logarithms, the middle of passes is above their low quantile."""
-WIDTHS = 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32
-"""Widths of the tables where the executor has no levels."""
+ABOVE = 0.83  # times that, in logarithms, by which the middle of passes is above their low quantile
+WIDTHS = 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32  # of the tables where the executor has no levels
 
 
 class Lap(NamedTuple):
@@ -62,8 +55,7 @@ class Lap(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of the round, but for the drafter's reading."""
-        own = self.draft_seconds + self.free_seconds
-        return own + self.verify_seconds + self.other_seconds
+        return self.draft_seconds + self.free_seconds + self.verify_seconds + self.other_seconds
 
 
 class Meter:
@@ -159,10 +151,9 @@ class Meter:
 
     def booked(self, lap: Lap) -> tuple[float | None, float]:
         """Seconds of a round to compare with the costs, without what it takes the target to read
-        prompts, and of the drafter's reading. None before a plain pass was timed, or where this one
-        reads another that did, and of the first round of a shape, which takes what no other does
-        again; 0 of reading before its seconds are known. None, too, of rounds without a draft,
-        which nobody books.
+        prompts, and of the drafter's reading. None of rounds that do not compare, as before a plain
+        pass, or one that reads, was timed, or of the first of a shape; and of those without a draft,
+        which nobody books. 0 of reading before its seconds are known.
 
         Costs are what passes take undisturbed, and the clock's noise is no loss of drafts: of a row
         alone the seconds are divided by how far off costs plain rounds are in the middle; of a
@@ -191,14 +182,14 @@ class Meter:
 
     @property
     def _reading_per_token(self) -> float:
-        """Seconds in which the drafter reads a token: the least, as one that the machine held up
-        would keep it from ever reading again; of a single one nobody knows whether it was."""
+        """Seconds in which the drafter reads a token: the least of several, as one that the machine
+        held up would keep it from ever reading again."""
         if len(self._reading) > 1:
             return min(self._reading)
         return self._times.draft.get((1, WIDEST), 0.0) / WIDEST
 
     def _compares(self, lap: Lap) -> bool:
-        """Whether seconds of a round compare with the costs; those of a new shape do not."""
+        """Whether seconds of a round compare with the costs."""
         return self.timed(lap.rows) and not self._samples(lap.rows).new(lap)
 
     def _expected(self, lap: Lap) -> float:
@@ -248,7 +239,7 @@ class Meter:
         scale, off = plain / loaded(1), dict[int, float]()
         for level in samples.levels:
             prior = scale * loaded(level)
-            off[level] = (low(level, prior if (rows, level) in known else None) or prior) / prior
+            off[level] = low(level, prior if (rows, level) in known else None) / prior
         passes = [(1, plain)]
         for width in self._widths:
             level = self._level(rows, width)
