@@ -110,7 +110,7 @@ def test_sampled_text_has_the_targets_distribution(rule: str) -> None:
 def plan(draft: float, slope: float = 0.0) -> Any:
     costs = Costs(draft, ((1, 1.0), (2, 1.0 + slope)), free=0.001)
     seat = Seat(outlook=Outlook(0.6, 0.7))
-    return Renewal().open(Pace(16.0, 2.0), costs, [seat, seat], 1, 0)
+    return Renewal().open(Pace(16.0, 2.0), costs, {0: seat, 1: seat}, 1, 0)
 
 
 def test_the_dearer_the_model_the_less_a_free_draft_must_bring() -> None:
@@ -135,7 +135,8 @@ def test_a_free_draft_is_weighed_against_what_was_kept_of_the_model_s() -> None:
             state = policy.observe(state, round)
         seat = Seat(outlook=policy.outlook(state))
         costs = Costs(0.1, ((1, 1.0), (2, 1.0)), free=0.001)
-        assert Renewal().open(Pace(16.0, 2.0), costs, [seat], 1, 0).free(0, [0.8, 0.6]) == better
+        plan = Renewal().open(Pace(16.0, 2.0), costs, {0: seat}, 1, 0)
+        assert plan.free(0, [0.8, 0.6]) == better
 
 
 def test_forecasts_are_of_the_model_alone() -> None:

@@ -37,11 +37,11 @@ def make(spec):
 def drafted(governor, chances, costs=COSTS, pace=None, **seat):
     """Tokens that a row alone drafts whose tokens have these chances, and how many are trimmed."""
     pace = governor.start() if pace is None else pace
-    plan = governor.open(pace, costs, [Seat(outlook=HOPE, **seat)], 1, 0)
+    plan = governor.open(pace, costs, {0: Seat(outlook=HOPE, **seat)}, 1, 0)
     if not plan.most[0]:
         return 0, 0
     for n, chance in enumerate(chances, 1):
-        if n == plan.most[0] or not plan.go([Chance(*chance)])[0]:
+        if n == plan.most[0] or not plan.go({0: Chance(*chance)}):
             return n, plan.trim(0)
     raise AssertionError("more chances")
 
@@ -53,11 +53,11 @@ def test_a_governor_is_settings(spec):
     assert hash(governor) == hash(make(spec))
     assert make(CONTROLLERS.text(governor)) == governor
     pace = governor.join(governor.start(), 1.0)
-    plan = governor.open(pace, COSTS, [Seat(outlook=HOPE)] * 2, 3, 0)
-    assert len(plan.most) == 2
-    assert all(0 < most <= governor.high for most in plan.most)
-    assert plan.go([None, Chance(0.99, 0.99)])[0] is False
-    assert plan.go([None, Chance(0.01, 0.01)]) == [False, False]
+    plan = governor.open(pace, COSTS, dict.fromkeys((0, 2), Seat(outlook=HOPE)), 3, 0)
+    assert list(plan.most) == [0, 2]
+    assert all(0 < most <= governor.high for most in plan.most.values())
+    assert 0 not in plan.go({2: Chance(0.99, 0.99)})
+    assert plan.go({2: Chance(0.01, 0.01)}) == []
     after = governor.observe(pace, COSTS, plan, Outcome({0: 2, 1: 1, 2: 1}, {0: 2, 1: 1, 2: 0}, 2))
     assert type(after) is type(pace)
 
@@ -94,7 +94,7 @@ def test_a_token_that_pays_for_a_level_is_weighed_with_those_behind_it():
 def test_a_blind_draft_is_as_long_as_pays():
     for first, later, lengths in ((0.9, 0.95, range(6, 20)), (0.5, 0.5, range(1, 4))):
         seat = Seat(blind=True, outlook=Outlook(first, later))
-        (most,) = Renewal().open(Pace(), COSTS, [seat], 1, 0).most
+        most = Renewal().open(Pace(), COSTS, {0: seat}, 1, 0).most[0]
         assert most in lengths
 
 
@@ -109,8 +109,10 @@ def test_in_a_packed_batch_a_token_that_rides_adds_its_own_share():
     passes = (1, 1.0), (2, 1.2), (3, 3.2), (8, 3.3)
     costs = Costs(0.05, passes, batch=4, levels=(2,), packed=True, prefill=0.1)
     for rides in (True, False):  # 0.02 and 2 plain tokens for 0.45
-        plan = Renewal().open(Pace(), costs, [Seat(outlook=HOPE, rides=rides)] * 4, 4, 0)
-        assert plan.go([Chance(0.5, 0.9)] * 4) == [rides] * 4
+        seats = dict.fromkeys(range(4), Seat(outlook=HOPE, rides=rides))
+        plan = Renewal().open(Pace(), costs, seats, 4, 0)
+        going = plan.go(dict.fromkeys(range(4), Chance(0.5, 0.9)))
+        assert going == [0, 1, 2, 3] * rides
 
 
 # --- the budget ---------------------------------------------------------------------------------
@@ -156,18 +158,18 @@ def test_of_a_batch_those_are_read_that_the_reserve_pays_for():
     seats = [Seat(outlook=HOPE, unread=n, left=500) for n in (90, 30, 50)]
 
     def drafting(reserve):
-        plan = Renewal().open(Pace(reserve=reserve), costs, seats, 3, 0)
-        return [most > 0 for most in plan.most]
+        plan = Renewal().open(Pace(reserve=reserve), costs, dict(enumerate(seats)), 3, 0)
+        return [most > 0 for most in plan.most.values()]
 
     assert drafting(16.0) == [True, True, True]
     assert drafting(1.3) == [True, False, False]
     assert drafting(0.9) == [False, True, False]
     assert drafting(0.3) == [False, False, False]
     over = [seats[0], seats[1]._replace(left=0), seats[2]]  # nothing is read for a text at its end
-    plan = Renewal().open(Pace(reserve=0.75), costs, over, 3, 0)
-    assert [most > 0 for most in plan.most] == [False, False, True]
-    short = [seat._replace(left=2) for seat in seats]
-    assert not any(Renewal().open(Pace(), costs, short[:1], 3, 0).most)
+    plan = Renewal().open(Pace(reserve=0.75), costs, dict(enumerate(over)), 3, 0)
+    assert [most > 0 for most in plan.most.values()] == [False, False, True]
+    short = {0: seats[0]._replace(left=2)}
+    assert Renewal().open(Pace(), costs, short, 3, 0).most == {0: 0}
 
 
 def test_a_governor_rests_where_no_step_can_be_paid():
@@ -223,14 +225,15 @@ def test_where_drafts_are_kept_it_is_near_the_best_fixed_length():
 
 def test_rows_of_packed_passes_decide_each_for_itself():
     packed = Costs(0.05, ((1, 1.0), (2, 1.4), (3, 1.8)), batch=4, packed=True)
-    plan = Renewal().open(Pace(), packed, [Seat(outlook=HOPE)] * 4, 4, 0)
+    seats = dict.fromkeys(range(4), Seat(outlook=HOPE))
+    plan = Renewal().open(Pace(), packed, seats, 4, 0)
     likely, unlikely = Chance(0.95, 0.95), Chance(0.1, 0.1)
-    assert plan.go([likely, unlikely, likely, unlikely]) == [True, False, True, False]
+    assert plan.go({0: likely, 1: unlikely, 2: likely, 3: unlikely}) == [0, 2]
     padded = replace(packed, packed=False)
-    plan = Renewal().open(Pace(), padded, [Seat(outlook=HOPE)] * 4, 4, 0)
-    assert plan.go([likely] * 4) == [True] * 4
-    few = Renewal().open(Pace(), padded, [Seat(outlook=HOPE)] * 4, 4, 0)
-    assert few.go([likely, unlikely, unlikely, unlikely]) == [False] * 4
+    plan = Renewal().open(Pace(), padded, seats, 4, 0)
+    assert plan.go(dict.fromkeys(seats, likely)) == [0, 1, 2, 3]
+    few = Renewal().open(Pace(), padded, seats, 4, 0)
+    assert few.go({0: likely, 1: unlikely, 2: unlikely, 3: unlikely}) == []
 
 
 def test_a_kind_of_pass_that_was_not_timed_for_long_is_taken_now():

@@ -252,7 +252,7 @@ def test_a_replay_refuses_trees(spec: str) -> None:
 
 def opened(costs: Costs, tree: int = 16) -> int:
     governor = Renewal(tree=tree)
-    return governor.open(governor.start(), costs, [Seat()], 1, 0).tree
+    return governor.open(governor.start(), costs, {0: Seat()}, 1, 0).tree
 
 
 def test_auto_grows_trees_where_their_nodes_are_next_to_free() -> None:

@@ -39,11 +39,11 @@ def sigmoid(x):
 def length(governor, state, top1):
     """How far a draft goes whose tokens have these top probabilities (None: no distribution)."""
     policy, memo = governor.policy, None
-    plan = governor.open((), governor.given or COSTS, [Seat()], 1, 0)
+    plan = governor.open((), governor.given or COSTS, {0: Seat()}, 1, 0)
     for n in range(1, plan.most[0]):
         token = Token(top1=None if top1 is None else float(top1[n - 1]))
         chance, memo = policy.forecast(state, memo, token)
-        if not plan.go([chance])[0]:
+        if not plan.go({0: chance}):
             return n
     return plan.most[0]
 
@@ -131,8 +131,8 @@ def test_goodput_is_the_best_length_without_a_distribution(acceptance, cost, wid
     speed = (1 + survival.cumsum()) / (1 + n * (1 / cost + width_cost))
     assert length(governor, start_of(governor), None) == n[speed.argmax()]
     outlook = governor.policy.outlook(start_of(governor))
-    blind = governor.open((), governor.given, [Seat(blind=True, outlook=outlook)], 1, 0)
-    assert blind.most == [n[speed.argmax()]]
+    blind = governor.open((), governor.given, {0: Seat(blind=True, outlook=outlook)}, 1, 0)
+    assert blind.most == {0: n[speed.argmax()]}
 
 
 def test_goodput_is_the_first_length_that_gains_nothing():

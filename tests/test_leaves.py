@@ -218,12 +218,11 @@ def test_a_trace_that_does_not_know_second_choices_refuses_to_replay_them() -> N
 def plan(costs: Costs, chances: list[float], leaves: int = 8, **more: Any) -> list[int]:
     """Where a row alone, whose drafted tokens have these chances each, has leaves."""
     governor = Renewal(leaves=leaves)
-    made = governor.open(governor.start(), costs, [Seat(outlook=Outlook(0.6, 0.8))], 1, 0)
+    made = governor.open(governor.start(), costs, {0: Seat(outlook=Outlook(0.6, 0.8))}, 1, 0)
     kept = itertools.accumulate(chances, lambda a, b: a * b)
     for chance in kept:
-        made.go([Chance(chance, 0.5)])
-    (places,) = made.nodes([len(chances)], [None])
-    return sorted(places)
+        made.go({0: Chance(chance, 0.5)})
+    return sorted(made.nodes([len(chances)], {}).get(0, []))
 
 
 def test_a_step_of_widths_is_filled_and_never_crossed() -> None:

@@ -181,9 +181,9 @@ def test_what_others_draft_in_any_case_costs_a_governor_nothing():
     dear = Costs.synthetic(1.2, 0.5)
     governor = Renewal()
     poor = governor.start()._replace(budget=0.0)
-    alone = governor.open(poor, dear, [Seat(Outlook(0.5, 0.5))], 2, 0)
-    beside = governor.open(poor, dear, [Seat(outlook=Outlook(0.5, 0.5))], 2, 4)
-    assert (alone.most, beside.most) == ([0], [32])
+    seats = {1: Seat(outlook=Outlook(0.5, 0.5))}
+    alone, beside = (governor.open(poor, dear, seats, 2, paid) for paid in (0, 4))
+    assert (alone.most, beside.most) == ({1: 0}, {1: 32})
     for _ in range(3):
-        assert beside.go([Chance(0.6, 0.6)]) == [True]
-    assert beside.go([Chance(0.6, 0.6)]) == [False]
+        assert beside.go({1: Chance(0.6, 0.6)}) == [1]
+    assert beside.go({1: Chance(0.6, 0.6)}) == []

@@ -38,7 +38,6 @@ class _Group:
     given: Costs | None  # to decide by, of a row that decides for itself
     rows: list[int] = field(default_factory=list)
     plan: Plan | None = None
-    seats: list[int] = field(default_factory=list)  # rows of the plan
 
 
 class Lengths:
@@ -73,11 +72,10 @@ class Lengths:
         given = given or (governor.given if governor else None)
         before = None if given else self._memory.get(controller)
         state = policy.start(certain, before)
-        group = None
-        if governor is not None:
-            group = self._group(governor, given)
+        group = None if governor is None else self._group(governor, given)
+        if group is not None:
             group.rows.append(len(self._rows))
-            group.pace = governor.join(group.pace, 1 / len(group.rows))
+            group.pace = group.governor.join(group.pace, 1 / len(group.rows))
         signals = policy.signals(certain)
         self._rows.append(_Row(controller, policy, state, signals, certain, given, group))
         self._changed()
@@ -128,9 +126,8 @@ class Lengths:
     def reads(self, i: int, costs: Costs, seat: Seat) -> bool:
         """Whether the drafter may read along a row's prompt that takes the target several rounds;
         arguments as of `limits`."""
-        if (group := self._rows[i].group) is None:
-            return True
-        return group.governor.reads(group.pace, group.given or costs, seat, len(self._rows))
+        group, rows = self._rows[i].group, len(self._rows)
+        return group is None or group.governor.reads(group.pace, group.given or costs, seat, rows)
 
     def limits(self, costs: Costs, able: Sequence[Seat | None]) -> list[int]:
         """Most tokens to draft per row; begins a round.
@@ -145,25 +142,22 @@ class Lengths:
             row.memo = None
         for i in self._alone:
             limits[i] = self._asked(i, self._rows[i].policy.limit, self._rows[i].state) or 0
-        paid = max(
-            (most for most, seat in zip(limits, able, strict=True) if seat is not None), default=0
-        )
+        paid = max(n * (seat is not None) for n, seat in zip(limits, able, strict=True))
         for group in self._groups:
             seats = {i: seat for i in group.rows if (seat := self._seat(i, able[i])) is not None}
-            group.seats, group.plan = list(seats), None
+            group.plan = None
             if seats:
                 by, rows, width = costs, len(self._rows), paid
                 if group.given is not None:
                     by, rows, width = group.given, 1, 0
-                group.plan = group.governor.open(group.pace, by, [*seats.values()], rows, width)
-                for i, most in zip(seats, group.plan.most, strict=True):
+                group.plan = group.governor.open(group.pace, by, seats, rows, width)
+                for i, most in group.plan.most.items():
                     limits[i] = most
         return limits
 
     def _seat(self, i: int, seat: Seat | None) -> Seat | None:
         row = self._rows[i]
-        outlook = None if seat is None else self._asked(i, row.policy.outlook, row.state)
-        if outlook is None or seat is None:
+        if seat is None or (outlook := self._asked(i, row.policy.outlook, row.state)) is None:
             return None
         return seat._replace(outlook=outlook, trims=row.certain, blind=self._blind)
 
@@ -182,14 +176,14 @@ class Lengths:
         for group in self._groups:
             if group.plan is None:
                 continue
-            if free:
-                for i in group.seats:
-                    out[i] = True
-                continue
-            rows, seats = self._rows, group.seats
-            chances = [self._behind(i, rows[i].policy.forecast, tokens[i]) for i in seats]
-            for i, goes in zip(seats, group.plan.go(chances), strict=True):
-                out[i] = goes
+            going: Collection[int] = group.rows
+            if not free:
+                asked = {
+                    i: self._behind(i, self._rows[i].policy.forecast, tokens[i]) for i in going
+                }
+                going = group.plan.go({i: own for i, own in asked.items() if own is not None})
+            for i in going:
+                out[i] = True
         return out
 
     def free(self, i: int, kept: Sequence[float], enough: float) -> int | None:
@@ -197,7 +191,7 @@ class Lengths:
         group = self._rows[i].group
         if group is None or group.plan is None:
             return len(kept) if sum(kept) >= enough else None
-        return group.plan.free(group.seats.index(i), kept)
+        return group.plan.free(i, kept)
 
     def _behind(self, i: int, question: Callable[..., Any], token: Token | None) -> Any:
         """A policy's answer about what follows a token, whose memo is kept; None if it fails."""
@@ -229,11 +223,9 @@ class Lengths:
         `Plan.nodes`, by row."""
         out = [list(range(len(grown.get(i, ())))) for i in range(len(self._rows))]
         for group in self._groups:
-            if group.plan is not None:
-                own = [grown.get(i) for i in group.seats]
-                chosen = group.plan.nodes([drafted[i] for i in group.seats], own)
-                for i, nodes in zip(group.seats, chosen, strict=True):
-                    out[i] = nodes
+            chosen = {} if group.plan is None else group.plan.nodes(drafted, grown)
+            for i in group.rows:
+                out[i] = chosen.get(i, [])
         return out
 
     def trim(self, i: int) -> int:
@@ -241,7 +233,7 @@ class Lengths:
         row = self._rows[i]
         if row.group is not None:
             plan = row.group.plan
-            return plan.trim(row.group.seats.index(i)) if row.certain and plan is not None else 0
+            return plan.trim(i) if row.certain and plan is not None else 0
         if not row.policy.stops_early:
             return 0
         count = int(self._asked(i, row.policy.trim, row.state, row.memo) or 0)

@@ -152,8 +152,8 @@ class Meter:
     def booked(self, lap: Lap) -> tuple[float | None, float]:
         """Seconds of a round to compare with the costs, without what it takes the target to read
         prompts, and of the drafter's reading. None of rounds that do not compare, as before a plain
-        pass, or one that reads, was timed, or of the first of a shape; and of those without a draft,
-        which nobody books. 0 of reading before its seconds are known.
+        pass, or one that reads, was timed, or of the first of a shape; none of rounds without a
+        draft, which nobody books. 0 of reading before its seconds are known.
 
         Costs are what passes take undisturbed, and the clock's noise is no loss of drafts: of a row
         alone the seconds are divided by how far off costs plain rounds are in the middle; of a

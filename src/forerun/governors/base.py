@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -43,18 +43,15 @@ class Outcome(NamedTuple):
 
 
 class Plan(ABC):
-    """What a governor decides in one round."""
+    """What a governor decides in one round, by row."""
 
-    most: list[int]  # per seat the most tokens to draft; 0 is plain decoding
+    most: dict[int, int]  # per seat the most tokens to draft; 0 is plain decoding
     tree: int = 0  # most nodes of a tree, those drafted among them; see `Controller.tree`
 
     @abstractmethod
-    def go(self, chances: Sequence[Chance | None]) -> list[bool]:
-        """Per seat whether to draft another token, told the chances behind its newest one.
-
-        Args:
-            chances: None of seats that no longer draft.
-        """
+    def go(self, chances: Mapping[int, Chance]) -> Collection[int]:
+        """The seats that draft another token, of those that do, by the chances behind their newest
+        one."""
 
     def free(self, seat: int, kept: Sequence[float]) -> int | None:
         """How many tokens of a draft that costs no step of a model to take; None leaves the round
@@ -67,16 +64,16 @@ class Plan(ABC):
         return len(kept)
 
     def nodes(
-        self, drafted: Sequence[int], grown: Sequence[Sequence[float] | None]
-    ) -> list[list[int]]:
+        self, drafted: Sequence[int], grown: Mapping[int, Sequence[float]]
+    ) -> dict[int, list[int]]:
         """Per seat which nodes of its tree shall be judged, too, or at which places of its draft
-        the second choices.
+        the second choices; none of seats that are left out.
 
         Args:
-            drafted: per seat the tokens to judge; 0 of one that takes nothing beside them.
-            grown: per seat the chances of the nodes beside these, falling; None: it has no tree.
+            drafted: per row the tokens to judge; 0 of one that takes nothing beside them.
+            grown: per row with a tree the chances of the nodes beside these, falling.
         """
-        return [[] for _ in drafted]
+        return {}
 
     def trim(self, seat: int) -> int:
         """How many of the newest tokens of a seat that `trims` to leave out, when it has ended."""
@@ -137,13 +134,15 @@ class Governor(Controller, ABC):
         return True
 
     @abstractmethod
-    def open(self, pace: Any, costs: Costs, seats: Sequence[Seat], rows: int, paid: int) -> Plan:
+    def open(
+        self, pace: Any, costs: Costs, seats: Mapping[int, Seat], rows: int, paid: int
+    ) -> Plan:
         """Begin a round.
 
         Args:
             pace: of the rows.
             costs: of a pass of all rows.
-            seats: the rows that may draft, at least one.
+            seats: the rows that may draft, at least one, by row.
             rows: all that share the pass.
             paid: most tokens that other rows draft in any case, in steps and a width that cost
                 these rows nothing.

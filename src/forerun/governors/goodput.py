@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,9 @@ class Goodput(Governor):
     policy: Policy = field(default_factory=Calibrated)
     high: Count = 20
 
-    def open(self, pace: Any, costs: Costs, seats: Sequence[Seat], rows: int, paid: int) -> _Rising:
+    def open(
+        self, pace: Any, costs: Costs, seats: Mapping[int, Seat], rows: int, paid: int
+    ) -> _Rising:
         """Every row may draft, up to `high`."""
         return _Rising(costs, seats, self.high)
 
@@ -36,10 +38,12 @@ class Goodput(Governor):
 class _Rising(Plan):
     """The lengths at which Θ still rises, each seat by itself."""
 
-    def __init__(self, costs: Costs, seats: Sequence[Seat], high: int) -> None:
+    def __init__(self, costs: Costs, seats: Mapping[int, Seat], high: int) -> None:
         self._seconds, self._tokens = costs.seconds, 0
-        self._expected = [1.0] * len(seats)
-        self.most = [self._before(seat, high) if seat.blind else high for seat in seats]
+        self._expected = dict.fromkeys(seats, 1.0)
+        self.most = {
+            i: self._before(seat, high) if seat.blind else high for i, seat in seats.items()
+        }
 
     def _before(self, seat: Seat, high: int) -> int:
         """The length where nothing is seen of a draft until it is judged."""
@@ -52,13 +56,12 @@ class _Rising(Plan):
         """Whether Θ(n + 1) > Θ(n), both multiplied by their times."""
         return (expected + gain) * self._seconds(tokens) > expected * self._seconds(tokens + 1)
 
-    def go(self, chances: Sequence[Chance | None]) -> list[bool]:
-        """Of each seat whether one more token raises its tokens per time."""
+    def go(self, chances: Mapping[int, Chance]) -> list[int]:
+        """Those of which one more token raises the tokens per time."""
         self._tokens += 1
-        out = [False] * len(chances)
-        for seat, chance in enumerate(chances):
-            if chance is not None:
-                self._expected[seat] += chance.kept
-                gain = chance.kept * chance.next
-                out[seat] = self._rises(self._tokens, self._expected[seat], gain)
-        return out
+        for i, chance in chances.items():
+            self._expected[i] += chance.kept
+        return [
+            i for i, (kept, following) in chances.items()
+            if self._rises(self._tokens, self._expected[i], kept * following)
+        ]  # fmt: skip

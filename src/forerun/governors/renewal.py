@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import gt
+from operator import gt, mul
 from typing import NamedTuple
 
 from forerun.checks import Whole
@@ -92,7 +92,7 @@ class Renewal(Governor):
         return reading <= min(seat.left / rows, pace.reserve) * costs.plain
 
     def open(
-        self, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int
+        self, pace: Pace, costs: Costs, seats: Mapping[int, Seat], rows: int, paid: int
     ) -> _Weighed:
         """Draft where what may be lost pays for a look at a token."""
         return _Weighed(self, pace, costs, seats, rows, paid)
@@ -127,45 +127,46 @@ class _Weighed(Plan):
     """One round: a row's gain is a chance; the price of a second is λ, of all rows it holds up."""
 
     def __init__(
-        self, by: Renewal, pace: Pace, costs: Costs, seats: Sequence[Seat], rows: int, paid: int
+        self, by: Renewal, pace: Pace, costs: Costs, seats: Mapping[int, Seat], rows: int, paid: int
     ) -> None:
+        first, *_ = seats.values()
         self._by, self._costs, self._seats, self._rows, self._paid = by, costs, seats, rows, paid
         self._price = by.rate(pace) * rows / costs.plain
-        self.shares = rows**SHARED if seats[0].by_row else 1.0
+        self.shares = rows**SHARED if first.by_row else 1.0
         """Plain rounds of the reserve that a round of this batch counts for."""
         self._budget = min(pace.reserve / self.shares, pace.budget) * costs.plain
         self._apart = costs.packed and rows > 1
         """Whether each row's tokens make the pass wider by themselves."""
-        rides = costs.prefill is not None and any(seat.rides for seat in seats)
+        rides = costs.prefill is not None and any(seat.rides for seat in seats.values())
         judging = (costs.widening,) if rides else costs.judging
         if paid and not self._apart:
             judging = (*[0.0] * paid, *(judging[paid:] or judging[-1:]))
         self._judging = judging
         """Seconds that a first, second, … token adds to the pass; each beyond adds the last."""
         judged = costs.retime == "judged" and self._budget >= costs.seconds(1) - costs.plain
-        self._trims = rows == 1 and seats[0].trims and not judged
+        self._trims = rows == 1 and first.trims and not judged
         """Whether drafted tokens are left out that are not worth their place."""
         self._surplus, self._trimmed = 0.0, 0
         """Tokens by which judging the whole draft beats judging the best beginning, and how many
         that leaves out."""
-        self._kept: list[list[float]] = [[] for _ in seats]
+        self._kept: dict[int, list[float]] = {i: [] for i in seats}
         """Per seat the chances that its first, first two, … tokens are all kept."""
         self._tokens = 0  # drafted so far
         step = self._step(0)
         look = step + self._added(1, len(seats))
-        if self._trims and not seats[0].blind:
+        if self._trims and not first.blind:
             look = step + costs.cold * (not rides)
         begun = self._begun(pace, step) if look <= self._budget and costs.retime != "plain" else []
         self._loss = step + self._added(1, len(begun))
         """What the round may lose if nothing is kept, in seconds."""
-        self.most = [by.high * (i in begun) for i in range(len(seats))]
-        if begun and seats[0].blind:
+        self.most = {i: by.high * (i in begun) for i in seats}
+        if begun and first.blind:
             self._foresee(begun)
 
     def _begun(self, pace: Pace, step: float) -> list[int]:
         """The seats that draft: as many as the reserve pays the drafter's reading of."""
         out, costs, reserve = list[int](), self._costs, pace.reserve - step / self._costs.plain
-        for i, seat in enumerate(self._seats):
+        for i, seat in self._seats.items():
             if self._by.reads(pace._replace(reserve=reserve), costs, seat, self._rows):
                 reserve -= seat.unread * costs.reading / costs.plain
                 out.append(i)
@@ -220,35 +221,32 @@ class _Weighed(Plan):
         _, model = self._best([self._expected(seat, FORESEEN)], step)
         return None if model > own else count
 
-    def go(self, chances: Sequence[Chance | None]) -> list[bool]:
+    def go(self, chances: Mapping[int, Chance]) -> list[int]:
         """The seats that want another token, if that is worth its time to them in sum, alone or
         with those behind it, as where it pays for a level of the pass; and if the budget pays for
         what it may lose, by how likely that is."""
         self._tokens += 1
         dear = self._price * self._added(self._tokens)
         following = self._price * self._added(self._tokens + 1) if self._apart else 0.0
-        going, worth = dict[int, Chance](), 0.0
-        for seat, chance in enumerate(chances):
-            if chance is None:
-                continue
-            self._kept[seat].append(chance.kept)
+        worth = 0.0
+        for i, chance in chances.items():
+            self._kept[i].append(chance.kept)
             if self._trims:
                 own = self._surplus + chance.kept - dear
                 self._trimmed = self._trimmed + 1 if own < 0 else 0
                 self._surplus = worth = min(own, 0.0)
-            if chance.kept * chance.next > following:
-                going[seat] = chance
-        gains, next_ones = [c.kept for c in going.values()], [c.next for c in going.values()]
+        going = [i for i, chance in chances.items() if chance.kept * chance.next > following]
+        gains, later = [chances[i].kept for i in going], [chances[i].next for i in going]
         loss = self._loss + self._step(self._tokens) + self._added(self._tokens + 1, len(going))
         if going and (1 - sum(gains) / len(going)) * loss <= self._budget:
             for n in range(self._tokens, max(self._tokens, len(self._costs.passes)) + 1):
-                gains = [gain * chance for gain, chance in zip(gains, next_ones, strict=True)]
+                gains = list(map(mul, gains, later))
                 time = self._step(n) + self._added(n + 1, len(going))
                 worth += sum(gains) - self._price * time
                 if worth > 0:
                     self._loss = loss
-                    return [seat in going for seat in range(len(chances))]
-        return [False] * len(chances)
+                    return going
+        return []
 
     @property
     def tree(self) -> int:  # type: ignore[override]
@@ -259,14 +257,14 @@ class _Weighed(Plan):
         return 0
 
     def nodes(
-        self, drafted: Sequence[int], grown: Sequence[Sequence[float] | None]
-    ) -> list[list[int]]:
+        self, drafted: Sequence[int], grown: Mapping[int, Sequence[float]]
+    ) -> dict[int, list[int]]:
         """Where a rejection is likeliest, as many as are worth their places in the target's pass,
         if together they are worth what a tree takes."""
-        widest, total, out = max(*drafted, self._paid), 0.0, []
-        for tokens, chances, own in zip(drafted, self._kept, grown, strict=True):
-            hits, most = own or (), len(own or ())
-            if own is None:
+        widest, total, out = max(self._paid, *(drafted[i] for i in self._kept)), 0.0, {}
+        for i, chances in self._kept.items():
+            hits, tokens, most = grown.get(i), drafted[i], self._by.tree
+            if hits is None:
                 hits = [SECOND * (a - b) for a, b in pairwise([1.0, *chances[:tokens]])]
                 most = self._by.leaves
             order = sorted(range(len(hits)), key=hits.__getitem__, reverse=True)[:most]
@@ -276,8 +274,8 @@ class _Weighed(Plan):
                 worth.append(worth[-1] + hits[place] - self._price * dear)
             best = max(worth)
             total += best
-            out.append(order[: worth.index(best)])
-        return out if total > self._price * self._costs.tree else [[] for _ in drafted]
+            out[i] = order[: worth.index(best)]
+        return out if total > self._price * self._costs.tree else {}
 
     def trim(self, seat: int) -> int:
         """Those that are not worth their place in the target's pass."""
