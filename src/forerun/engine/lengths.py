@@ -37,13 +37,12 @@ class _Group:
     pace: Any
     given: Costs | None  # to decide by, of a row that decides for itself
     rows: list[int] = field(default_factory=list)
-    plan: Plan | None = None
+    plan: Plan | None = None  # of the round
 
 
 class Lengths:
-    """Asks each row's policy, and the governors of rows that have one.
-
-    An exception of anybody's policy ends its row's drafting and is kept in `failed`.
+    """Asks each row's policy, and the governors of rows that have one. What a policy raises is kept
+    in `failed`, and ends its row's drafting.
 
     Args:
         memory: of requests before; kept up to date.
@@ -117,11 +116,9 @@ class Lengths:
 
     def resting(self, costs: Costs) -> bool:
         """Whether no row drafts in this round, whoever can; else `limits` begins it."""
-        for group in self._groups:
-            if not group.governor.rests(group.pace, group.given or costs):
-                return False
-            group.plan = None
-        return bool(self._groups) and not self._alone
+        asked = ((group, group.given or costs) for group in self._groups)
+        rests = all(group.governor.rests(group.pace, by) for group, by in asked)
+        return rests and bool(self._groups) and not self._alone
 
     def reads(self, i: int, costs: Costs, seat: Seat) -> bool:
         """Whether the drafter may read along a row's prompt that takes the target several rounds;
@@ -135,7 +132,7 @@ class Lengths:
         Args:
             costs: of a pass of these rows.
             able: per row what a governor needs to know but for its outlook; None of rows that
-                cannot draft. A policy without a governor says its limit in any case.
+                cannot draft, for which policies of their own say their limits all the same.
         """
         limits = [0] * len(self._rows)
         for row in self._rows:
@@ -145,7 +142,6 @@ class Lengths:
         paid = max(n * (seat is not None) for n, seat in zip(limits, able, strict=True))
         for group in self._groups:
             seats = {i: seat for i in group.rows if (seat := self._seat(i, able[i])) is not None}
-            group.plan = None
             if seats:
                 by, rows, width = costs, len(self._rows), paid
                 if group.given is not None:
@@ -209,18 +205,13 @@ class Lengths:
 
     def trees(self) -> list[int]:
         """Per row the most nodes of a tree in this round; 0: a chain."""
-        out = [row.controller.tree for row in self._rows]
-        for group in self._groups:
-            for i in group.rows:
-                out[i] = 0 if group.plan is None else group.plan.tree
-        return out
+        by = (row.controller if row.group is None else row.group.plan for row in self._rows)
+        return [0 if own is None else own.tree for own in by]
 
     def nodes(
         self, drafted: Sequence[int], grown: Mapping[int, Sequence[float]]
     ) -> list[list[int]]:
-        """Per row which nodes of its tree shall be judged, too, or the places of its draft whose
-        second choices; a policy without a governor takes all of a tree. Arguments as of
-        `Plan.nodes`, by row."""
+        """Per row what `Plan.nodes` says; a policy without a governor takes all of a tree."""
         out = [list(range(len(grown.get(i, ())))) for i in range(len(self._rows))]
         for group in self._groups:
             chosen = {} if group.plan is None else group.plan.nodes(drafted, grown)
@@ -232,8 +223,7 @@ class Lengths:
         """How many of its newest tokens a row that has ended leaves out."""
         row = self._rows[i]
         if row.group is not None:
-            plan = row.group.plan
-            return plan.trim(i) if row.certain and plan is not None else 0
+            return row.group.plan.trim(i) if row.certain and row.group.plan is not None else 0
         if not row.policy.stops_early:
             return 0
         count = int(self._asked(i, row.policy.trim, row.state, row.memo) or 0)
@@ -270,6 +260,7 @@ class Lengths:
             state = self._asked(i, row.policy.observe, row.state, seen)
             row.state = row.state if state is None else state
         for group in self._groups:
+            plan, group.plan = group.plan, None
             first, given, own = group.rows[0], group.given, outcome
             if given:  # neither the clock nor neighbours have a say
                 if (seen := rounds[first]) is None:
@@ -280,7 +271,7 @@ class Lengths:
                 )
                 own = Outcome(committed, judged, len(seen.tokens), leaves=leaves)
             if own.committed or own.reading:
-                group.pace = group.governor.observe(group.pace, given or costs, group.plan, own)
+                group.pace = group.governor.observe(group.pace, given or costs, plan, own)
 
     def _asked(self, i: int, question: Callable[..., Any], *about: Any) -> Any:
         """A policy's answer; None if it fails, as from then on."""
