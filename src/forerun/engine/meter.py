@@ -239,7 +239,7 @@ class Meter:
         scale, off = plain / loaded(1), dict[int, float]()
         for level in samples.levels:
             prior = scale * loaded(level)
-            off[level] = low(level, prior if (rows, level) in known else None) / prior
+            off[level] = (low(level, prior if (rows, level) in known else None) or prior) / prior
         passes = [(1, plain)]
         for width in self._widths:
             level = self._level(rows, width)
