@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,48 +22,6 @@ from forerun.types import LIVE_SIGNALS, SIGNALS, Array, Stop, Token
 
 MEASURED = frozenset((*SIGNALS, *LIVE_SIGNALS))
 Clock = Callable[[], float]
-
-
-class Foreseen(NamedTuple):
-    """By row, the tokens known ahead of the drafter; none of a row is in both."""
-
-    forced: Mapping[int, list[int]]  # by its constraint; a drafter may go on behind them
-    predicted: Mapping[int, list[int]]  # by its request, in place of a draft
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], ready: Sequence[bool]) -> Foreseen:
-        """Of rows that are ready; a request that is to run plainly takes what it predicts only."""
-        forced, predicted = {}, {}
-        for i, (row, on) in enumerate(zip(rows, ready, strict=True)):
-            if not on or not (room := row.room(row.limit)):
-                continue
-            output = row.context[row.prompt :]
-            if row.place is not None and not row.plain:
-                forced[i] = row.place.forced(output)[:room]
-            if row.prediction is not None:
-                tokens = row.prediction.propose(output, room)
-                predicted[i] = [] if forced.get(i) else tokens
-        return cls(*({i: own for i, own in by.items() if own} for by in (forced, predicted)))
-
-    def rooms(self, rooms: Sequence[int], drafter: Drafter) -> list[int]:
-        """What they leave of each row's room to the drafter. A target that drafts cannot go on from
-        tokens that it has not verified."""
-        idle = {*self.predicted, *(self.forced if drafter.target is not None else ())}
-        return [
-            0 if i in idle else max(room - len(self.forced.get(i, ())), 0)
-            for i, room in enumerate(rooms)
-        ]
-
-    def prepend(self, proposal: Proposal) -> None:
-        """Put them before what was drafted, and count them."""
-        for i in self.predicted:
-            proposal.stopped_by[i] = Stop.LIMIT
-        proposal.predicted.update(self.predicted)
-        proposal.forced = {i: len(tokens) for i, tokens in self.forced.items()}
-        proposal.prepend({**self.predicted, **self.forced})
-
-
-NOTHING = Foreseen({}, {})
 
 
 class RoundContext:
@@ -86,7 +44,10 @@ class RoundContext:
             self.greedy = self._signals | ({LOGITS} if self.reads else frozenset())
         self._constrained = any(row.place for row in rows)
         self._foresees = not self.reads and any(row.place or row.prediction for row in rows)
-        self._foreseen = NOTHING
+        self._forced: dict[int, list[int]] = {}
+        """By row the tokens known ahead by its constraint; a drafter may go on behind them."""
+        self._predicted: dict[int, list[int]] = {}
+        """Those of other rows known by their requests, in place of a draft."""
         self.certain = sampler.all_certain  # whether every token is the arg-max of something
         self._asks = lengths.stops_early  # whether policies are shown what is drafted
         takes = [trees and takes_leaves(row) for row in rows]
@@ -98,15 +59,36 @@ class RoundContext:
 
     def begin(self, ready: Sequence[bool], drafter: Drafter) -> list[int]:
         """Begin a round: per row the most tokens that the drafter may add."""
-        self._foreseen = Foreseen.of(self._rows, ready) if self._foresees else NOTHING
         pairs = zip(self._rows, ready, strict=True)
         rooms = [row.room(drafter.limit) if on else 0 for row, on in pairs]
-        return self._foreseen.rooms(rooms, drafter) if self._foresees else rooms
+        if self._foresees:
+            self._foresee(ready)
+            for i, tokens in self._forced.items():
+                # A target that drafts cannot go on from tokens that it has not verified.
+                rooms[i] = max(rooms[i] - len(tokens), 0) if drafter.target is None else 0
+            for i in self._predicted:
+                rooms[i] = 0
+        return rooms
+
+    def _foresee(self, ready: Sequence[bool]) -> None:
+        """Note what is known ahead of the drafter, of rows that are ready; a request that is to run
+        plainly takes what it predicts only."""
+        self._forced, self._predicted = {}, {}
+        for i, (row, on) in enumerate(zip(self._rows, ready, strict=True)):
+            if not on or not (room := row.room(row.limit)):
+                continue
+            output = row.context[row.prompt :]
+            forced = row.place.forced(output)[:room] if row.place and not row.plain else []
+            predicted = row.prediction.propose(output, room) if row.prediction else []
+            if forced:
+                self._forced[i] = forced
+            elif predicted:
+                self._predicted[i] = predicted
 
     def texts(self, most: Sequence[int]) -> Texts:
         """Per row the text to draft from, None where nothing shall be drafted."""
         texts = [row.context if n else None for row, n in zip(self._rows, most, strict=True)]
-        for i, tokens in self._foreseen.forced.items():
+        for i, tokens in self._forced.items():
             texts[i] = texts[i] and [*self._rows[i].context, *tokens]
         return texts
 
@@ -228,8 +210,8 @@ class RoundContext:
     def _shaped(self, logits: torch.Tensor, proposal: Proposal, own: bool = False) -> torch.Tensor:
         """`(rows, 1, V)` logits under each row's penalties, biases and constraint."""
         drafted: Sequence[Sequence[int]] = proposal.tokens
-        if forced := self._foreseen.forced:
-            drafted = [[*forced.get(i, ()), *own] for i, own in enumerate(drafted)]
+        if self._forced:
+            drafted = [[*self._forced.get(i, ()), *own] for i, own in enumerate(drafted)]
         return self._sampler.shape(logits.unsqueeze(1), self._rows, drafted, None, own)
 
     def settle(
@@ -264,7 +246,11 @@ class RoundContext:
                 del proposal.tokens[i][max(len(proposal.tokens[i]) - count, 0) :]
                 proposal.stopped_by[i] = Stop.CONFIDENCE
         if self._foresees:
-            self._foreseen.prepend(proposal)
+            for i in self._predicted:
+                proposal.stopped_by[i] = Stop.LIMIT
+            proposal.predicted.update(self._predicted)
+            proposal.forced = {i: len(tokens) for i, tokens in self._forced.items()}
+            proposal.prepend({**self._predicted, **self._forced})
         if self._constrained:
             self._cut_disallowed(proposal)
         if proposal.trees or any(self._leafy):

@@ -476,8 +476,9 @@ class Engine:
         seen: list[RoundOutcome | None] = [None] * len(self._rows)
         decoded = {i: kept for i, kept in judged.items() if isinstance(kept, RowVerdict)}
         for i, kept in decoded.items():
-            if i in proposal.predicted:  # says nothing of the drafter
-                self._rows[i].predicted(len(proposal.tokens[i]), kept.accepted)
+            prediction = self._rows[i].prediction
+            if prediction is not None and i in proposal.predicted:  # says nothing of the drafter
+                prediction.observe(len(proposal.tokens[i]), kept.accepted)
             elif kept.accepted >= (forced := proposal.forced.get(i, 0)):  # these say nothing either
                 seen[i] = RoundOutcome(
                     len(proposal.tokens[i]) - forced, kept.accepted - forced,

@@ -122,10 +122,6 @@ class Row:
             return 0
         return max(0, min(self._draft_full, drafter_limit) - len(self.context))
 
-    def predicted(self, drafted: int, accepted: int) -> None:
-        assert self.prediction is not None
-        self.prediction.observe(drafted, accepted)
-
     def commit(
         self, draft: Sequence[int], accepted: int, following: int | None, forced: int = 0
     ) -> tuple[int, FinishReason | None]:

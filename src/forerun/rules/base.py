@@ -42,7 +42,7 @@ class AcceptanceRule(ABC):
 
     Subclasses are frozen dataclasses whose fields are the settings; `decide` is pure and rows never
     influence each other. What is no number is never accepted: a draft ends where its distribution,
-    or the target's, has a NaN, +inf, or nothing but −inf (`sound_length`), and a row whose next
+    or the target's, has a NaN, +inf, or nothing but −inf (`Odds.lengths`), and a row whose next
     token would come from such logits of the target has failed (`Verdict.failed`).
     """
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from forerun.arrays import beside, cast, library, numbers, one_hot, put, sample, softmax
+from forerun.arrays import cast, library, one_hot, sample
 from forerun.rules.base import AcceptanceRule, match_greedy
-from forerun.rules.odds import sound_length
+from forerun.rules.odds import Odds
 from forerun.types import Array, Draft, Target, Verdict
 
 
@@ -22,23 +22,13 @@ class Block(AcceptanceRule):
         """Keep the longest prefix whose coin allows it, draw the next token."""
         if target.greedy.all():
             return match_greedy(draft, target.logits)
-        lib, width = library(draft.tokens), draft.tokens.shape[1]
-        row = numbers(len(draft.tokens), draft.tokens)
-        place = numbers(width, draft.tokens) + 1
-        drafted = row[:, None], place - 1, draft.tokens
-        goal = softmax(target.logits)
-        sound = goal[drafted] >= 0  # a NaN is not
-        if target.greedy.any():
-            greedy = beside(target.greedy, draft.tokens)[:, None]
-            goal = lib.where(greedy[..., None], one_hot(target.logits), goal)
-        if draft.probs is None:
-            guess = put(lib.zeros_like(goal[:, :width]), draft.tokens[..., None], 1)
-        else:
-            guess = draft.probs
-            sound = sound & (guess[drafted] > 0)
-        lengths = sound_length(draft.lengths, sound)
+        odds = Odds(draft, target)
+        lib, width, lengths, guess = odds.lib, odds.width, odds.lengths, odds.drawn
+        row, place, goal = odds.row[:, 0], odds.place + 1, odds.whole
+        if odds.some_greedy:
+            goal = lib.where(odds.greedy[..., None], one_hot(target.logits), goal)
 
-        joint = _joint(goal[drafted], guess[drafted])
+        joint = _joint(*(odds.of_tokens(probs, draft.tokens) for probs in (goal, guess)))
         residual = (joint[:, :width, None] * goal[:, :width] - guess).clip(0)
         mass = residual.sum(-1)
         whole = mass + 1 - joint[:, :width]
@@ -58,9 +48,9 @@ class Block(AcceptanceRule):
             drawn = residual[row, at] / mass[row, at][:, None]
             probs = lib.where(use[:, None], drawn, probs)
         chance = _reached(stop)
-        if target.greedy.any():  # as if alone: also behind what cannot be reached
+        if odds.some_greedy:  # as if alone: also behind what cannot be reached
             match = match_greedy(draft, target.logits).accept_prob
-            chance = lib.where(greedy, match, chance)
+            chance = lib.where(odds.greedy, match, chance)
         return Verdict(accepted, sample(probs, uniforms[:, -1]), chance, probs)
 
 

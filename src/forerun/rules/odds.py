@@ -138,7 +138,8 @@ class Odds:
             return self.logits
         if self.parent is not None:
             return self.at(self.parent.raw)
-        return _there(self.target.raw)[:, : self.width]
+        assert self.target.raw is not None, "kept, unless it is the processed one"
+        return self.target.raw[:, : self.width]
 
     @cached_property
     def draft_probs(self) -> Array:
@@ -155,7 +156,8 @@ class Odds:
             return self.lib.log(self.draft_probs)
         if self.parent is not None:
             return self.at(self.parent.raw_draft)
-        return _there(self.draft.raw)
+        assert self.draft.raw is not None, "a rule that reads it says so"
+        return self.draft.raw
 
     @cached_property
     def greedy(self) -> Array:
@@ -175,13 +177,14 @@ class Odds:
         """`(rows,)` drafted tokens up to the first that either model has no number for."""
         if self.width == 0:
             return self.draft.lengths
-        # A NaN is not.
+        # Both models' logits at a place are known before its token is drawn, so that to end there
+        # takes nothing from losslessness. A NaN is not.
         sound = finite(self.best_logit[..., 0]) if self.all_greedy else self._target_token >= 0
         if not self.certain:
             sound = sound & (self._draft_token > 0)
         if self.lib is np and sound.all():
             return self.draft.lengths
-        return sound_length(self.draft.lengths, sound)
+        return self.lib.minimum(self.draft.lengths, sound.cumprod(-1).sum(-1))
 
     @cached_property
     def inside(self) -> Array:
@@ -406,25 +409,6 @@ CARRIED = frozenset((
 when it is read."""
 
 
-def _there(logits: Array | None) -> Array:
-    assert logits is not None, "there is a distribution, and a rule that reads it says so"
-    return logits
-
-
 def nats(logits: Array) -> Array:
     """`(...,)` entropy of the distributions of `(..., V)` logits."""
     return entropy(softmax(logits))
-
-
-def sound_length(lengths: Array, sound: Array) -> Array:
-    """`(rows,)` how long drafts of these lengths are if they end before what is not sound.
-
-    Both models' logits at a position are known before its token is drawn, so this takes nothing
-    from losslessness.
-
-    Args:
-        lengths: `(rows,)` drafted tokens.
-        sound: `(rows, K)` bool: both models' logits there are those of a distribution. It shows in
-            a single number: the highest logit is finite, or a probability is no NaN.
-    """
-    return library(lengths).minimum(lengths, sound.cumprod(-1).sum(-1))
