@@ -282,7 +282,7 @@ def test_the_layers_that_adadecode_asks() -> None:
     with pytest.raises(SettingError, match="there are heads at none"):
         AdaDecode()._asked(1, ())
     model: Any = adadecode(calm(layers=8)).drafter
-    assert (model.layers, model._threshold, model._anneal, model._width) == ((2, 4, 6), 0.75, 0, 5)
+    assert (model.layers, model.threshold, model.anneal, model.width) == ((2, 4, 6), 0.75, 0, 5)
 
 
 def test_deferred_layers_run_with_those_of_later_tokens() -> None:

@@ -732,11 +732,11 @@ def test_loading_by_name(tmp_path: Any) -> None:
     save_heads(ExitHeads(access, weights, tuned=stored), heads)
     tuned = forerun.model.load(str(tmp_path), f"specbound({named})")
     assert tuned.drafter.layers == (1, 4)  # type: ignore[attr-defined]
-    assert (tuned.drafter._threshold, tuned.drafter._width) == (0.25, 3)  # type: ignore[attr-defined]
+    assert (tuned.drafter.threshold, tuned.drafter.width) == (0.25, 3)  # type: ignore[attr-defined]
     assert [c.tokens for c in tuned.generate(prompts, **how)] == wanted
     own = forerun.model.load(str(tmp_path), f"specbound(threshold=0.6,depth=3,{named})")
     assert own.drafter.layers == (1, 3)  # type: ignore[attr-defined]
-    assert (own.drafter._threshold, own.drafter._width) == (0.6, 3)  # type: ignore[attr-defined]
+    assert (own.drafter.threshold, own.drafter.width) == (0.6, 3)  # type: ignore[attr-defined]
     save_heads(ExitHeads(access, weights, tuned={"treshold": 2}), heads)
     with pytest.raises(SettingError, match="the settings kept in"):
         forerun.model.load(str(tmp_path), f"specbound({named})")

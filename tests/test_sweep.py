@@ -218,7 +218,7 @@ def test_untuned_is_what_the_drafter_does_without_settings(tmp_path: Any, traine
     built: Any = SpecBound(exits=where).build(target, None)
     layers = light(access).layers if trained else EXITS
     assert untuned(layers, LAYERS, trained) == Setting(
-        built.layers, built._threshold, built._anneal, built._width
+        built.layers, built.threshold, built.anneal, built.width
     )
     assert untuned((5,), LAYERS, True) is None
 
@@ -227,7 +227,7 @@ def test_settings_are_specs_that_load() -> None:
     setting = Setting((1, 4), 0.35, 0.75, 5)
     made: Any = DRAFTERS.make(setting.spec(""))
     built = made.build(torch_rows(MODEL), None)
-    assert (built.layers, built._threshold, built._anneal, built._width) == ((1, 4), 0.35, 0.75, 5)
+    assert (built.layers, built.threshold, built.anneal, built.width) == ((1, 4), 0.35, 0.75, 5)
     assert SpecBound(**setting.settings()) == SpecBound(0.35, 0.75, 4, 5, "1,4")
 
 

@@ -11,17 +11,9 @@ from typing import Any
 import numpy as np
 
 from forerun.arrays import library, padded
-from forerun.drafters.base import (
-    Prompts,
-    Proposal,
-    RowsDrafter,
-    Step,
-    StepContext,
-    Texts,
-    TrainedDraft,
-)
+from forerun.drafters.base import Prompts, Proposal, Step, StepContext, Texts, TrainedDraft
 from forerun.drafters.memory import fingerprint as tokens_of
-from forerun.drafters.stepping import NO_PLACES, branching
+from forerun.drafters.stepping import NO_PLACES, SteppedDrafter
 from forerun.errors import SettingError
 from forerun.lazy import torch
 from forerun.runtime import gguf
@@ -36,7 +28,7 @@ from forerun.types import Array
 HEADS = Path(__file__).parent / "heads"  # heads that ship, by the hashes of tokenizer and target
 
 
-class EagleDrafter(RowsDrafter):
+class EagleDrafter(SteppedDrafter):
     """Steps a head; made by `Eagle.build`, `Eagle3.build` and `MTP.build`.
 
     Its rows cover what was read with the target's states; what a draft adds, with the head's own
@@ -102,11 +94,9 @@ class EagleDrafter(RowsDrafter):
         self._read(along, leave=0)
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
-        """Read what was kept of the last draft, with the target's states, then draft on."""
-        began = guide.clock()
+        """What was kept of the last draft is read again, with the target's states."""
         self._restore()
-        self._read(texts, leave=CHUNK)
-        return branching(self, texts, most, guide, began)
+        return super().propose(texts, most, guide)
 
     def _read(self, texts: Texts, leave: int) -> None:
         """As if a text began where it is read from, which is where there are states."""
@@ -123,11 +113,11 @@ class EagleDrafter(RowsDrafter):
         self._restore()
         out: list[list[int]] = [[] for _ in texts]
         active = [row for row, n in enumerate(most) if n > 0]
+        self._read([text if n > 0 else None for text, n in zip(texts, most, strict=True)], CHUNK)
         while active:
             ahead = [
                 [*text, *out[row]] if row in active else None for row, text in enumerate(texts)
             ]
-            self._read(ahead, leave=CHUNK)
             best = self.step(ahead, frozenset()).best
             assert best is not None
             for row in active:
@@ -286,8 +276,6 @@ def head_rows(head: Any, vocab: int, target: Rows, name: str) -> Rows:
         from forerun.runtime.openvino.eagle import openvino_head
 
         return Rows(openvino_head(head, facts, target.executor))
-    from forerun.runtime.eagle import EagleHead, HeadExecutor
+    from forerun.runtime.eagle import HeadExecutor
 
-    if isinstance(head, EagleHead):
-        head = head.to(target.device)
     return Rows(HeadExecutor(head, facts, target.device))

@@ -8,28 +8,19 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from forerun.checks import Named
-from forerun.drafters.base import (
-    Drafter,
-    DrafterSpec,
-    Prompts,
-    Proposal,
-    RowsDrafter,
-    Step,
-    StepContext,
-    Texts,
-)
-from forerun.drafters.stepping import NO_PLACES, branching
+from forerun.drafters.base import Drafter, DrafterSpec, Prompts, Step, Texts
+from forerun.drafters.stepping import NO_PLACES, SteppedDrafter
 from forerun.errors import ForerunWarning, ModelError
 from forerun.lazy import torch
 from forerun.runtime.attention import Parents
-from forerun.runtime.base import CHUNK, Executor, Rows
+from forerun.runtime.base import Executor, Rows
 from forerun.runtime.load import load_tokenizer
 from forerun.runtime.runtimes import RuntimeSpec, Source, TorchRuntime
 
 STAND_IN = 0  # what a draft reads for an id it lacks
 
 
-class ModelDrafter(RowsDrafter):
+class ModelDrafter(SteppedDrafter):
     """Steps a draft model in its own rows.
 
     Args:
@@ -53,12 +44,6 @@ class ModelDrafter(RowsDrafter):
         """Sources as far as the draft can read them."""
         known, limit = self.rows.vocab_size, self.rows.facts.source_limit
         return [[i if i < known else STAND_IN for i in source[:limit]] for source in sources]
-
-    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
-        """Catch up with each text, then draft token by token."""
-        began = guide.clock()
-        self._read(texts, leave=CHUNK)
-        return branching(self, texts, most, guide, began)
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         """Feed what each row's cache lacks; what comes next."""

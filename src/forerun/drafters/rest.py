@@ -10,7 +10,7 @@ from forerun.checks import Count, Named
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.datastore import SORTED, Datastore
 from forerun.drafters.free import FreeDrafter
-from forerun.errors import ModelError, require
+from forerun.errors import ModelError
 
 
 class RESTDrafter(FreeDrafter):
@@ -55,11 +55,8 @@ class REST(DrafterSpec):
     n: Count = 16
     least: Count = 2
     most: Count = 2000
-    rising = ("least", "n")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.n <= SORTED, "rest n", self.n, f"at most {SORTED}")
+    longest = SORTED
+    rising = ("least", "n", "longest")
 
     def build(self, target: Any, target_tokenizer: Any) -> Drafter:
         store = Datastore.load(self.datastore)

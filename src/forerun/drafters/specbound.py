@@ -32,24 +32,20 @@ def temperature(layer: int, layers: int, anneal: float) -> float:
     return 1.0 + anneal * (1.0 - layer / layers)
 
 
+@dataclass(eq=False)
 class SpecBoundDrafter(Drafter):
     """Steps the target's own shallow layers; made by `SpecBound.build`."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        heads: ExitHeads,
-        layers: tuple[int, ...],
-        threshold: float,
-        anneal: float,
-        width: int,
-        bonus: bool = True,
-    ) -> None:
-        self.rows, self.executor = rows, layers_of(rows)
-        self.target: Rows = rows
-        self.heads, self.layers = heads, layers
-        self._threshold, self._anneal, self._width = threshold, anneal, width
-        self.bonus = bonus
+    rows: Rows
+    heads: ExitHeads
+    layers: tuple[int, ...]
+    threshold: float
+    anneal: float
+    width: int
+    bonus: bool = True
+
+    def __post_init__(self) -> None:
+        self.executor, self.target = layers_of(self.rows), self.rows
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
@@ -72,7 +68,7 @@ class SpecBoundDrafter(Drafter):
         asked: list[list[int] | None] = list(texts)
         for row, (text, covered) in enumerate(zip(texts, self.rows.lengths, strict=True)):
             # All but one token of the text is covered; what is beyond was drafted this round.
-            if text is not None and len(text) - 1 - covered >= self._width:
+            if text is not None and len(text) - 1 - covered >= self.width:
                 asked[row], ended[row] = None, Stop.EXHAUSTED
         out: torch.Tensor | None = None
         access, vocab = self.executor.access, self.rows.vocab_size
@@ -83,9 +79,9 @@ class SpecBoundDrafter(Drafter):
                 logits, sure = access.logits(hidden), [True] * len(rows)
             else:
                 logits = self._said(layer, hidden)
-                heat = temperature(layer, access.layers, self._anneal)
+                heat = temperature(layer, access.layers, self.anneal)
                 top = (logits.float() / heat).softmax(-1).amax(-1)
-                sure = (top >= self._threshold).tolist()  # eq. 2
+                sure = (top >= self.threshold).tolist()  # eq. 2
             if sum(sure) == len(texts):  # all at the same exit
                 out = spread(logits, self.heads.tokens, vocab)
             elif here := [i for i, yes in enumerate(sure) if yes]:

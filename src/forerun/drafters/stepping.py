@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from forerun.drafters.base import Proposal, Step, StepContext, Texts
+from forerun.drafters.base import Proposal, RowsDrafter, Step, StepContext, Texts
 from forerun.drafters.trees import Tree
+from forerun.runtime.base import CHUNK
 
 if TYPE_CHECKING:
     import torch
 
     from forerun.runtime.attention import Parents
-    from forerun.runtime.base import Rows
 
 CHILDREN = 8  # most of a node of a tree
 NO_PLACES: Mapping[int, Sequence[int]] = {}  # of chains alone; see `Tree.places`
@@ -57,24 +58,34 @@ def step_by_step(
     return out
 
 
-class Brancher(Protocol):
-    """A drafter that can be run along branches, if its executor can."""
+class SteppedDrafter(RowsDrafter):
+    """Steps rows of its own, along branches, too, if their executor can."""
 
-    rows: Rows
-
+    @abstractmethod
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
         """As of `Steps`."""
 
+    @abstractmethod
     def branch(
-        self, texts: Texts, wanted: Sequence[int], parents: Parents,
-        places: Mapping[int, Sequence[int]],
+        self, texts: Texts, wanted: Sequence[int], parents: Parents = (),
+        places: Mapping[int, Sequence[int]] = NO_PLACES,
     ) -> torch.Tensor:  # fmt: skip
         """`(rows, n, V)` logits behind the last `wanted` tokens of each row's text, n the most of
         them. What of a text is not read is a tree by `parents`, as of `Executor.run`; `places` are
         of rows with nodes, as of `Tree.places`."""
 
-    def rollback(self, row: int, length: int) -> None:
-        """As of `Drafter`."""
+    def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
+        """Read what rows lack of their texts, then draft token by token, with trees in the rows for
+        which the guide wants some."""
+        began = guide.clock()
+        self._read(texts, leave=CHUNK)
+        nodes = guide.trees(self.rows.limit) if self.rows.executor.trees else ()
+        if not any(nodes):
+            return step_by_step(self.step, texts, most, guide, began)
+        along = Branching(self, texts, guide, nodes)
+        out = step_by_step(along.step, texts, most, guide, began)
+        out.trees = along.trees
+        return out
 
 
 class Branching:
@@ -82,7 +93,7 @@ class Branching:
     all of a tree behind the text's last token, as far as its children are wanted or known."""
 
     def __init__(
-        self, drafter: Brancher, texts: Texts, guide: StepContext, nodes: Sequence[int]
+        self, drafter: SteppedDrafter, texts: Texts, guide: StepContext, nodes: Sequence[int]
     ) -> None:
         self._drafter, self._guide = drafter, guide
         self._begins = [len(text or ()) for text in texts]
@@ -112,16 +123,3 @@ class Branching:
             tree.grow(chances[row][: wanted[row]], tokens[row][: wanted[row]])
             self._drafter.rollback(row, self._begins[row] - 1)
         return Step(logits[range(len(columns)), columns])
-
-
-def branching(
-    drafter: Brancher, texts: Texts, most: Sequence[int], guide: StepContext, since: float
-) -> Proposal:
-    """`step_by_step`, with trees in the rows for which the guide wants some."""
-    nodes = guide.trees(drafter.rows.limit) if drafter.rows.executor.trees else ()
-    if not any(nodes):
-        return step_by_step(drafter.step, texts, most, guide, since)
-    along = Branching(drafter, texts, guide, nodes)
-    out = step_by_step(along.step, texts, most, guide, since)
-    out.trees = along.trees
-    return out
