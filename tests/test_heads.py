@@ -15,7 +15,7 @@ import tiny
 from forerun.errors import ForerunWarning, ModelError, SettingError
 from forerun.runtime import torch_rows
 from forerun.runtime.drafts import ABOUT, WEIGHTS, About, fingerprint, save_draft
-from forerun.runtime.heads import ExitHeads, default_layers, load_heads, shapes_of_head
+from forerun.runtime.heads import FORM, ExitHeads, default_layers, load_heads, shapes_of_head
 from forerun.runtime.layers import LayerAccess, Placed
 from forerun.training.fit import Document
 from forerun.training.heads import ExitTrainer
@@ -45,7 +45,8 @@ TEXTS, HELD = documents(480), documents(30, seed=2)
 def save_heads(heads: ExitHeads, folder: Path, target: str | None = None) -> Path:
     tokens = {} if heads.tokens is None else {"tokens": heads.tokens.to(torch.int32)}
     own = {f"{n}.{name}": t for n, part in heads.weights.items() for name, t in part.items()}
-    save_draft(folder, About("exits", target, heads.form), own | tokens)
+    form = {"head": FORM, "layers": list(heads.layers), "tuned": heads.tuned}
+    save_draft(folder, About("exits", target, form), own | tokens)
     return folder
 
 

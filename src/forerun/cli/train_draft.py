@@ -158,9 +158,10 @@ def _documents(
 ) -> list[Any]:
     """Texts; what the target writes itself is kept in the folder."""
     from forerun.cli.shared.training_texts import read_documents
-    from forerun.training.fit import layers_of_target
+    from forerun.runtime.layers import LayerAccess
+    from forerun.runtime.support import model_on_torch
 
-    layers_of_target(job.model.target, "on its layers")
+    LayerAccess(model_on_torch(job.model.target, "a draft on its layers"))
     with progress("texts", tokens) as tell:
         counts = partial(tell, "texts")
         return read_documents(data, job, out, writer, tokens=tokens, seed=seed, tell=counts)

@@ -6,7 +6,7 @@ from typing import Any
 from forerun.drafters.base import Drafter, TrainedDraft
 from forerun.drafters.eagle import EagleDrafter
 from forerun.runtime.base import Rows
-from forerun.runtime.eagle3 import depths_of, load_head, read_config
+from forerun.runtime.eagle3 import load_head
 from forerun.runtime.support import check_decoder_only
 
 
@@ -24,7 +24,5 @@ class Eagle3(TrainedDraft):
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         check_decoder_only(target, self.kind)
         folder = self.folder(target)
-        depths = depths_of(read_config(folder), target.facts.layers)
-        states = target.executor.tap(depths)
-        head, tokens = load_head(folder, target, states.width, len(depths))
+        states, head, tokens = load_head(folder, target)
         return EagleDrafter(target, states, head, tokens, folder)

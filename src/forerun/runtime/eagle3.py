@@ -17,8 +17,9 @@ from forerun.runtime.eagle import EagleHead, HeadForm, Norm, StateHead, rms
 from forerun.runtime.head_file import CONFIG, FLAGS, WHOLE
 from forerun.runtime.load import read_json
 from forerun.runtime.packing import dense
+from forerun.runtime.states import States
 
-SPAN = "prompt_span"
+SPAN, DEPTHS = "prompt_span", "eagle_aux_hidden_state_layer_ids"
 LAYERS = ("llama", "qwen3")  # model types of which the layer may be
 TURNS = ("default", "linear", "llama3", "yarn")
 """Rotary positions that are the same in contexts of all lengths."""
@@ -86,11 +87,6 @@ class Eagle3Head(StateHead):
         return self.unembedding(x if self.form.norm_output else self.norm(x))
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """What config.json in a folder says; empty if there is none that can be read."""
-    return read_json(Path(folder, CONFIG).expanduser())
-
-
 def span_of(config: Mapping[str, Any]) -> int:
     """Tokens of a prompt that a head reads, its last ones: what `train-draft` says of one, or as
     many as its layer has places, or all where neither is named."""
@@ -101,20 +97,17 @@ def span_of(config: Mapping[str, Any]) -> int:
 
 def depths_of(config: Mapping[str, Any], layers: int) -> list[int]:
     """Depths of the target whose states a head reads; EAGLE-3's own three where it names none."""
-    nested = config.get("eagle_config") or {}
-    name = "eagle_aux_hidden_state_layer_ids"
-    named = config.get(name) or nested.get(name)
+    named = config.get(DEPTHS) or (config.get("eagle_config") or {}).get(DEPTHS)
     return list(named) if named else [2, layers // 2, layers - 3]
 
 
-def load_head(
-    folder: str, target: Rows, width: int, depths: int
-) -> tuple[Eagle3Head, torch.Tensor]:
-    """The head in a folder of either layout, on its target's device, and the `(V,)` ids of the
-    tokens it says. H, `width`, is that of the target's states, of which it reads `depths`.
+def load_head(folder: str, target: Rows) -> tuple[States, Eagle3Head, torch.Tensor]:
+    """The target's states that the head in a folder of either layout reads; the head, on its
+    target's device; and the `(V,)` ids of the tokens it says.
     `ModelError` if it is damaged, another target's, or of a form that is not read, which is named.
     """
-    config = read_config(folder)
+    config = read_json(Path(folder, CONFIG).expanduser())
+    states = target.executor.tap(depths_of(config, target.facts.layers))
     form, flags = _form(folder, config)
     tensors = _tensors(folder)
     vocab = target.vocab_size
@@ -137,10 +130,11 @@ def load_head(
         raise _unread(folder, f"embeddings of {table.shape[1]} for a layer of {form.width}")
     form = replace(form, head_norms="query_norm.weight" in own)
     with torch.device("meta"):
-        head = Eagle3Head(form, flags, table.to(target.device), count, width * depths)
+        size = states.width * len(states.depths)
+        head = Eagle3Head(form, flags, table.to(target.device), count, size)
     check_shapes(folder, own, shapes_of(head.state_dict()))
     head.span = span_of(config)
-    return head.filled(own).to(target.device), tokens
+    return states, head.filled(own).to(target.device), tokens
 
 
 def save_head(
@@ -178,7 +172,7 @@ def save_head(
     }  # fmt: skip
     config = {
         "speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"],
-        "draft_vocab_size": len(tokens), "eagle_aux_hidden_state_layer_ids": list(depths),
+        "draft_vocab_size": len(tokens), DEPTHS: list(depths),
         **{flag: flag in head.flags for flag in FLAGS}, "transformer_layer_config": layer,
         SPAN: EagleHead.span, "trained": dict(trained),
     }  # fmt: skip

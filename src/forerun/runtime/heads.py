@@ -78,12 +78,6 @@ class ExitHeads:
         x = x + linear(x, own["weight"], own["bias"])
         return self.access.logits(x.to(self._dtype), self._rows) * own["scale"].to(self._dtype)
 
-    @property
-    def form(self) -> dict[str, Any]:
-        """What `draft.json` says of heads."""
-        tuned = {"tuned": self.tuned} if self.tuned else {}
-        return {"head": FORM, "layers": list(self.layers), **tuned}
-
 
 def shapes_of_head(width: int) -> dict[str, tuple[int, ...]]:
     """Of one exit's tensors by name, for hidden states of H."""

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
 
 from forerun.errors import ForerunWarning, MissingExtraError, SettingError, UnsupportedModelError
 from forerun.lazy import threads, torch
@@ -43,8 +42,6 @@ class Source:
 class RuntimeSpec(ABC):
     """The settings of an executor: a frozen dataclass, built before any model is loaded."""
 
-    summary: ClassVar[str]
-
     @abstractmethod
     def load(self, source: Source) -> Rows:
         """Load a model; `ModelError` if it is missing, corrupt, or cannot be served by this
@@ -55,8 +52,6 @@ class RuntimeSpec(ABC):
 class TorchRuntime(RuntimeSpec):
     """PyTorch runs the Hugging Face model as it is: every device, dtype and drafter. On an x86 CPU
     its linear layers are packed (`packing`)."""
-
-    summary: ClassVar[str] = "PyTorch, the model as it is; every device, dtype and drafter"
 
     def load(self, source: Source) -> Rows:
         from forerun.runtime.packing import pack, unpacked
@@ -82,7 +77,6 @@ class OpenVINORuntime(RuntimeSpec):
         draft_precision: of draft models; None: the same. Greedy text is the target's in any.
     """
 
-    summary: ClassVar[str] = "OpenVINO's paged attention on a CPU; fast passes, fp32, bf16 or int8"
     precision: str | None = None
     threads: int | None = None
     draft_precision: str | None = None
@@ -121,7 +115,6 @@ class CudaGraphsRuntime(RuntimeSpec):
             for each shape when it is first needed, kept where PyTorch keeps them.
     """
 
-    summary: ClassVar[str] = "PyTorch's kernels, passes replayed as CUDA graphs; an NVIDIA GPU"
     compile: bool = False
 
     def load(self, source: Source) -> Rows:
@@ -142,10 +135,6 @@ class CudaGraphsRuntime(RuntimeSpec):
 class AutoRuntime(RuntimeSpec):
     """OpenVINO where it is installed, serves the model and is faster; else PyTorch. That is on a
     CPU, in float32, for models on this machine that pass its probe."""
-
-    summary: ClassVar[str] = (
-        "openvino on a CPU where it is installed and serves the model, or torch"
-    )
 
     def load(self, source: Source) -> Rows:
         fits = resolve_device(source.device) == "cpu" and is_float32(source.dtype)

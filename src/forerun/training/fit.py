@@ -24,6 +24,7 @@ from forerun.runtime.base import Rows
 from forerun.runtime.drafts import TOKENS, About, Tensors, fingerprint, save_draft
 from forerun.runtime.layers import LayerAccess
 from forerun.runtime.states import Taps
+from forerun.runtime.support import model_on_torch
 from forerun.training.settings import TRAINERS, TrainingSettings
 
 CHECKPOINT = "training.pt"
@@ -250,14 +251,16 @@ def room() -> int:
 class StatesTraining(Training[Document]):
     """A draft in training that reads the hidden states of a decoder-only target.
 
-    A vocabulary of its own is counted in `texts`; `SettingError` if the target does not have the
-    depths or the vocabulary of the settings.
+    A vocabulary of its own is counted in `texts`; `SettingError` if the target is none that torch
+    runs, or does not have the depths or the vocabulary of the settings, `UnsupportedModelError` if
+    its layers cannot be called one by one.
     """
 
     def __init__(
         self, target: Rows, settings: TrainingSettings, texts: Sequence[Document] = ()
     ) -> None:
-        self.settings, self._access = settings, layers_of_target(target, settings.kind)
+        model = model_on_torch(target, f"a draft of kind {settings.kind}")
+        self.settings, self._access = settings, LayerAccess(model)
         access = self._access
         self.depths = tuple(self._read(access.layers))
         self._states = TargetStates(access.model, sorted({*self.depths, access.layers}))
@@ -307,17 +310,6 @@ def trainer(target: Rows, settings: TrainingSettings, texts: Sequence[Any]) -> T
     allow these, `UnsupportedModelError` if no such draft can be made for it."""
     module, name = TRAINERS[settings.kind].split(":")
     return getattr(import_module(f"forerun.training.{module}"), name)(target, settings, texts)
-
-
-def layers_of_target(target: Rows, kind: str) -> LayerAccess:
-    """The layers of a decoder-only target; `SettingError` if it has an encoder or is no Hugging
-    Face model, `UnsupportedModelError` if they cannot be called one by one."""
-    model = target.executor.module()
-    if model is None or target.facts.source_limit is not None:
-        raise SettingError(
-            f"a draft of kind {kind} needs a target that is a decoder-only Hugging Face model"
-        )
-    return LayerAccess(model)
 
 
 def cut(texts: Sequence[Document], count: int, access: LayerAccess) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from forerun.errors import SettingError
 from forerun.runtime.exits import Adapter
 from forerun.runtime.heads import (
+    FORM,
     UNEMBEDDING,
     ExitHeads,
     MedusaHeads,
@@ -223,7 +224,7 @@ class ExitTrainer(StatesTraining):
         ]
 
     def _form(self) -> dict[str, Any]:
-        return self.heads.form
+        return {"head": FORM, "layers": list(self.depths)}
 
 
 def _calibration(right: torch.Tensor, sure: torch.Tensor) -> dict[str, float]:

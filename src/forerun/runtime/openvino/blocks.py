@@ -25,7 +25,7 @@ import openvino.opset15 as op
 from numpy.typing import NDArray
 
 from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.ports import before, replace
+from forerun.runtime.openvino.ports import before, divide, replace
 
 GROUP = 16
 """Inputs of a product that share a scale when they are rounded: the smallest block of a file
@@ -78,11 +78,7 @@ def sign(graph: ov.Model) -> int:
         if len(nodes) == 1:
             replace(nodes[0].output(0), product)
             continue
-        widths = np.array([len(blocks.weights) for _, blocks in members], np.int64)
-        parts = op.variadic_split(product, op.constant(np.int64(-1)), op.constant(widths))
-        for node, part in zip(nodes, parts.outputs(), strict=True):
-            for user in node.output(0).get_target_inputs():
-                user.replace_source_output(part)
+        divide(product, nodes, [len(blocks.weights) for _, blocks in members])
     graph.validate_nodes_and_infer_types()
     return sum(map(len, sharing.values()))
 

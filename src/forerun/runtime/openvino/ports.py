@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import openvino as ov
 import openvino.opset15 as op
 
@@ -21,6 +22,15 @@ def replace(port: ov.Output, by: ov.Node) -> None:
     """Let all that read this port read another node."""
     for user in list(port.get_target_inputs()):
         user.replace_source_output(by.output(0))
+
+
+def divide(whole: ov.Node, nodes: Sequence[ov.Node], widths: Sequence[int]) -> None:
+    """Let all that read these nodes read their parts, so wide, of the last dimension of another."""
+    last, sizes = op.constant(np.int64(-1)), op.constant(np.array(widths, np.int64))
+    parts = op.variadic_split(whole, last, sizes).outputs()
+    for node, part in zip(nodes, parts, strict=True):
+        for user in list(node.output(0).get_target_inputs()):
+            user.replace_source_output(part)
 
 
 def last_two(port: ov.Output) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import openvino as ov
 import openvino.opset15 as op
 from numpy.typing import NDArray
 
-from forerun.runtime.openvino.ports import before, replace
+from forerun.runtime.openvino.ports import before, divide, replace
 
 _AS_THEY_ARE = "decompression_0", "disabled_constant_folding_0"
 """Attributes of a conversion that the plug-in leaves to the product which reads it."""
@@ -84,11 +84,7 @@ def fuse(graph: ov.Model) -> int:
             matrices = [_wide(numbers) for numbers in matrices]
         joined = held(np.concatenate(matrices))
         whole = op.matmul(nodes[0].input_value(0), joined, False, True)
-        widths = np.array(list(map(len, matrices)), np.int64)
-        parts = op.variadic_split(whole, op.constant(np.int64(-1)), op.constant(widths))
-        for node, part in zip(nodes, parts.outputs(), strict=True):
-            for user in node.output(0).get_target_inputs():
-                user.replace_source_output(part)
+        divide(whole, nodes, list(map(len, matrices)))
     graph.validate_nodes_and_infer_types()
     return len(several)
 
