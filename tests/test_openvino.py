@@ -452,6 +452,17 @@ def test_a_store_that_cannot_be_written_is_no_error(
 
 
 @pytest.mark.usefixtures("own_store")
+@pytest.mark.parametrize("damaged", ['{"a": null}', "5", "[1, 2]", '["x", 9, 9]'])
+def test_damaged_widths_are_found_anew(model: Any, tmp_path: Path, damaged: str) -> None:
+    from_model(model)
+    (kept,) = (tmp_path / "cache" / "widths").iterdir()
+    found = kept.read_text()
+    kept.write_text(damaged)
+    from_model(model)
+    assert kept.read_text() == found
+
+
+@pytest.mark.usefixtures("own_store")
 def test_the_store_stays_small(
     shared: OpenVINOExecutor, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,8 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise SettingError(_line(self._matcher.get_error()))
+            why = _line(self._matcher.get_error())
+            raise SettingError(f"the constraint cannot be followed: {why}")
 
 
 class Grammars:

@@ -241,7 +241,6 @@ class _Loading:
         threads = self.threads or count_threads()
         about = [LAZY, entry, facts.precision, threads, machine("cpu")]
         key = sha256(json.dumps(about).encode()).hexdigest()[:32]
-        known = kept_json("widths", key) if entry else None
         rounds = GROUPS.get(facts.precision, GROUP) > 0 and rounds_inputs()
         tries = [(None, 2, False), (0, 1, False)]  # `group`, `least` and `narrow`
         if not rounds:
@@ -250,7 +249,9 @@ class _Loading:
             names = {name for port in graph.inputs for name in port.get_names()}
             if TREES[0] in names:  # no windows: Gemma 3 would lose 2 % of its best tokens
                 tries.insert(0, (None, 2, True))
-        for group, least, narrow in [known] if known else tries:
+        kept = kept_json("widths", key) if entry else None
+        known = [how for how in tries if [*how] == kept]
+        for group, least, narrow in known or tries:
             exact = rounds and group is None  # passes, to the last bit
             lazy = (key if entry else "") if exact and is_packed(facts) else None
             again = partial(_read_again, entry, self.name) if entry else None
