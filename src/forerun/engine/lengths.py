@@ -71,23 +71,21 @@ class Lengths:
         given = given or (governor.given if governor else None)
         before = None if given else self._memory.get(controller)
         state = policy.start(certain, before)
-        group = None if governor is None else self._group(governor, given)
-        if group is not None:
-            group.rows.append(len(self._rows))
-            group.pace = group.governor.join(group.pace, 1 / len(group.rows))
+        group = None if governor is None else self._joined(governor, given)
         signals = policy.signals(certain)
         self._rows.append(_Row(controller, policy, state, signals, certain, given, group))
         self._changed()
 
-    def _group(self, governor: Governor, given: Costs | None) -> _Group:
-        """The group of a governor, a new one for a row that decides for itself."""
-        for group in self._groups:
-            if group.governor == governor and given is None and group.given is None:
-                return group
-        before = None if given else self._memory.get(("pace", governor))
-        pace = governor.start() if before is None else before
-        self._groups.append(_Group(governor, pace, given))
-        return self._groups[-1]
+    def _joined(self, governor: Governor, given: Costs | None) -> _Group:
+        """The group of a governor with one more row, a new one if that decides for itself."""
+        same = (own for own in self._groups if own.governor == governor and own.given is None)
+        if given or (group := next(same, None)) is None:
+            before = None if given else self._memory.get(("pace", governor))
+            group = _Group(governor, governor.start() if before is None else before, given)
+            self._groups.append(group)
+        group.rows.append(len(self._rows))
+        group.pace = governor.join(group.pace, 1 / len(group.rows))
+        return group
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""

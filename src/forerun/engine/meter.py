@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from itertools import pairwise
 from statistics import median
@@ -86,10 +86,10 @@ class Meter:
         self._given: Callable[[int], Costs] | None = None
         self.clock: Callable[[], float] = time.perf_counter  # seconds; a made-up clock in the lab
         self._rounds = self._ahead = 0
-        self._reading: deque[float] = deque(maxlen=SAMPLES)  # seconds: the drafter reads a token
-        self._prefill = deque[float](maxlen=SAMPLES)  # and that reading one adds to a pass
-        self._plain_off, self._draft_off = (deque[float](maxlen=SAMPLES) for _ in range(2))
-        """Seconds of rounds over what costs say, of plain ones and of those with a draft."""
+        new = (deque[float](maxlen=SAMPLES) for _ in range(4))
+        self._reading, self._prefill, self._plain_off, self._draft_off = new
+        """Seconds in which the drafter reads a token, those that it adds to a pass of the target;
+        and seconds of rounds over what costs say, of plain ones and of those with a draft."""
 
     @classmethod
     def of(cls, target: Rows, drafter: Drafter) -> Meter:
@@ -216,16 +216,10 @@ class Meter:
 
     def _samples(self, rows: int) -> _Samples:
         if rows not in self._sizes:
+            levels = () if rows > 1 and self._packed else self._levels
             known = self._times if self._loaded else Times()
-            self._sizes[rows] = _Samples(rows, self._level, known)
+            self._sizes[rows] = _Samples(rows, levels, known)
         return self._sizes[rows]
-
-    def _level(self, rows: int, width: float) -> int:
-        """What passes of such a width are timed as."""
-        tokens = math.ceil(width)
-        if rows > 1 and self._packed:
-            return tokens
-        return next((level for level in self._levels if level >= tokens), tokens)
 
     def _passes(self, samples: _Samples) -> Passes:
         """Seconds by width. Those that rounds have not taken are as far off what the load says, in
@@ -237,12 +231,12 @@ class Meter:
 
         plain = low("plain", loaded(1) if (rows, 1) in known else None) or loaded(1)
         scale, off = plain / loaded(1), dict[int, float]()
-        for level in samples.levels:
+        for level in samples.judged:
             prior = scale * loaded(level)
             off[level] = (low(level, prior if (rows, level) in known else None) or prior) / prior
         passes = [(1, plain)]
         for width in self._widths:
-            level = self._level(rows, width)
+            level = samples.level(width)
             near = max((n for n in off if n <= level), default=min(off, default=0))
             seconds = scale * loaded(level) * off.get(near, 1.0)
             passes.append((width, bounded(seconds, width, passes)))
@@ -250,8 +244,7 @@ class Meter:
 
     def _summed(self, samples: _Samples) -> Costs:
         rows, low, times = samples.rows, samples.low, self._times
-        levels = () if rows > 1 and self._packed else self._levels
-        passes, draft = self._passes(samples), self._times.draft
+        passes, draft = self._passes(samples), times.draft
         plain = passes[0][1]
         scale = plain / times.target_seconds(rows, 1)
         step, first = (draft[rows, n] * scale if (rows, n) in draft else None for n in (1, 2))
@@ -264,8 +257,8 @@ class Meter:
             step = min(step, first)
         behind = low("behind")
         return Costs(
-            step, passes, low("other") or 0.0, rows, first=max(first - step, 0.0), levels=levels,
-            ahead=self._ahead if rows == 1 else 0,
+            step, passes, low("other") or 0.0, rows, first=max(first - step, 0.0),
+            levels=samples.levels, ahead=self._ahead if rows == 1 else 0,
             cold=max(behind - plain, -step) if behind is not None else 0.0,
             free=low("free") or 0.0, reading=self._reading_per_token,
             prefill=_low(self._prefill), packed=self._packed, tree=low("tree") or 0.0,
@@ -276,12 +269,12 @@ class Meter:
 class _Samples:
     """The newest samples in batches of one size, and the costs they amount to."""
 
-    def __init__(self, rows: int, level: Callable[[int, float], int], loaded: Times) -> None:
-        self.rows, self._level = rows, level
-        self._of: dict[str | int, deque[float]] = {}
+    def __init__(self, rows: int, levels: tuple[int, ...], loaded: Times) -> None:
+        self.rows, self.levels = rows, levels
+        self._of = defaultdict[str | int, deque[float]](lambda: deque(maxlen=SAMPLES))
         """By kind: a level of passes that judge, or a name."""
         taken = [width for size, width in loaded.taken if size == rows]
-        self._shapes: set[str | int] = {level(rows, width) for width in taken}
+        self._shapes: set[str | int] = set(map(self.level, taken))
         if anew := max(taken, default=1) > 1:
             self._shapes.add("step")
         self.timed = (rows, 1) in loaded.target  # whether a plain pass was
@@ -293,8 +286,13 @@ class _Samples:
         start is tried soon."""
         self.costs: Costs | None = None
 
+    def level(self, width: float) -> int:
+        """What passes of such a width are timed as."""
+        tokens = math.ceil(width)
+        return next((level for level in self.levels if level >= tokens), tokens)
+
     @property
-    def levels(self) -> list[int]:
+    def judged(self) -> list[int]:
         """Levels of passes that judge that rounds have timed."""
         return sorted(kind for kind in self._of if isinstance(kind, int))
 
@@ -308,7 +306,7 @@ class _Samples:
     def noise(self) -> float:
         """How far the middle of passes is above their low quantile where the machine is busy, seen
         by pairs of one kind, which passes that only get faster hardly tell apart; else 1."""
-        passes = (of for kind, of in self._of.items() if kind in ("plain", "behind", *self.levels))
+        passes = (of for kind, of in self._of.items() if kind in ("plain", "behind", *self.judged))
         steps = sorted(abs(math.log(b / a)) for of in passes for a, b in pairwise(of))
         busy = len(steps) >= PAIRS and steps[len(steps) // 2] > BUSY
         return math.exp(ABOVE * steps[len(steps) // 2]) if busy else 1.0
@@ -328,7 +326,7 @@ class _Samples:
         self.rounds += 1
         self._shapes |= self._shapes_of(lap)
         if lap.free_steps:
-            self._add("free", lap.free_seconds / lap.free_steps)
+            self._of["free"].append(lap.free_seconds / lap.free_steps)
         if not new:
             self._add_known(lap, more)
         if before != self.stale or self.rounds < STALE or not self.rounds % EVERY:
@@ -337,31 +335,27 @@ class _Samples:
     def _add_known(self, lap: Lap, more: float) -> None:
         """Those of a round whose shape is not new."""
         if not lap.steps and not lap.free_steps:
-            self._add("other", lap.other_seconds)
+            self._of["other"].append(lap.other_seconds)
             self._plain_at = self.rounds
         kind: str | int = "behind" if lap.steps else "plain"
         if lap.width > 1:
-            kind, self._judged_at = self._level(self.rows, lap.width), self.rounds
-        self._add(*(("tree", more) if lap.tree else (kind, lap.verify_seconds)))
+            kind, self._judged_at = self.level(lap.width), self.rounds
+        self._of["tree" if lap.tree else kind].append(more if lap.tree else lap.verify_seconds)
         self.timed |= kind == "plain"
         first = lap.first_step_seconds
         later, seconds = lap.steps - (first > 0), lap.draft_seconds - first
         if later > 0 and seconds > 0:
-            self._add("step", seconds / later)
+            self._of["step"].append(seconds / later)
         if first > 0:
-            self._add("first", first if later else lap.draft_seconds)
+            self._of["first"].append(first if later else lap.draft_seconds)
 
     def new(self, lap: Lap) -> bool:
         """Whether a pass or a step of a round was the first of its shape, or needed a graph."""
         return lap.compiled or not self._shapes_of(lap) <= self._shapes
 
     def _shapes_of(self, lap: Lap) -> set[str | int]:
-        level = self._level(self.rows, lap.width)
-        shapes: set[str | int] = {f"tree{level}" if lap.tree else level}
-        return {*shapes, "step"} if lap.steps else shapes
-
-    def _add(self, kind: str | int, seconds: float) -> None:
-        self._of.setdefault(kind, deque(maxlen=SAMPLES)).append(seconds)
+        level = self.level(lap.width)
+        return {f"tree{level}" if lap.tree else level, *["step"] * (lap.steps > 0)}
 
 
 def _low(values: Collection[float]) -> float | None:

@@ -132,45 +132,39 @@ class _Weighed(Plan):
         first, *_ = seats.values()
         self._by, self._costs, self._seats, self._rows, self._paid = by, costs, seats, rows, paid
         self._price = by.rate(pace) * rows / costs.plain
-        self.shares = rows**SHARED if first.by_row else 1.0
-        """Plain rounds of the reserve that a round of this batch counts for."""
+        self.shares = (
+            rows**SHARED if first.by_row else 1.0
+        )  # plain rounds of the reserve in one here
         self._budget = min(pace.reserve / self.shares, pace.budget) * costs.plain
-        self._apart = costs.packed and rows > 1
-        """Whether each row's tokens make the pass wider by themselves."""
+        self._apart = costs.packed and rows > 1  # each row's tokens make the pass wider
         rides = costs.prefill is not None and any(seat.rides for seat in seats.values())
         judging = (costs.widening,) if rides else costs.judging
         if paid and not self._apart:
             judging = (*[0.0] * paid, *(judging[paid:] or judging[-1:]))
-        self._judging = judging
-        """Seconds that a first, second, … token adds to the pass; each beyond adds the last."""
+        self._judging = judging  # by token what it adds to the pass; each beyond adds the last
         judged = costs.retime == "judged" and self._budget >= costs.seconds(1) - costs.plain
-        self._trims = rows == 1 and first.trims and not judged
-        """Whether drafted tokens are left out that are not worth their place."""
+        self._trims = rows == 1 and first.trims and not judged  # tokens not worth their place
         self._surplus, self._trimmed = 0.0, 0
         """Tokens by which judging the whole draft beats judging the best beginning, and how many
         that leaves out."""
-        self._kept: dict[int, list[float]] = {i: [] for i in seats}
-        """Per seat the chances that its first, first two, … tokens are all kept."""
+        self._kept: dict[int, list[float]] = {i: [] for i in seats}  # so many first tokens all are
         self._tokens = 0  # drafted so far
-        step = self._step(0)
+        step, reserve = self._step(0), pace.reserve - self._step(0) / costs.plain
         look = step + self._added(1, len(seats))
         if self._trims and not first.blind:
             look = step + costs.cold * (not rides)
-        begun = self._begun(pace, step) if look <= self._budget and costs.retime != "plain" else []
-        self._loss = step + self._added(1, len(begun))
-        """What the round may lose if nothing is kept, in seconds."""
-        self.most = {i: by.high * (i in begun) for i in seats}
+        self.most = dict.fromkeys(seats, 0)
+        if look <= self._budget and costs.retime != "plain":
+            for i, seat in seats.items():  # as many as the reserve pays the drafter's reading of
+                if by.reads(pace._replace(reserve=reserve), costs, seat, rows):
+                    reserve -= seat.unread * costs.reading / costs.plain
+                    self.most[i] = by.high
+        begun = [i for i, most in self.most.items() if most]
+        self._loss = step + self._added(
+            1, len(begun)
+        )  # of the round if nothing is kept, in seconds
         if begun and first.blind:
             self._foresee(begun)
-
-    def _begun(self, pace: Pace, step: float) -> list[int]:
-        """The seats that draft: as many as the reserve pays the drafter's reading of."""
-        out, costs, reserve = list[int](), self._costs, pace.reserve - step / self._costs.plain
-        for i, seat in self._seats.items():
-            if self._by.reads(pace._replace(reserve=reserve), costs, seat, self._rows):
-                reserve -= seat.unread * costs.reading / costs.plain
-                out.append(i)
-        return out
 
     def _added(self, tokens: int, rows: int = 1) -> float:
         """Seconds by which the n-th token of so many rows makes the pass longer."""
