@@ -56,7 +56,7 @@ def test_one_conversation_is_the_same_tokens_at_every_door(model, tmp_path, on):
     assert model.encode(TALK) == wanted
     reader = Reader.of(model, wrap=True, system="Be kind.")
     assert reader.encode(["Hello"]) == reader.encode([TALK[1:]]) == reader.encode([TALK]) == wanted
-    texts = Texts(model.tokenizer, model.target.vocab_size)
+    texts = Texts(model.tokenizer)
     assert texts.chat(TALK) == wanted
     texts.close()
     path = tmp_path / "talk.jsonl"

@@ -55,7 +55,6 @@ class EagleDrafter(SteppedDrafter):
         self._cut: list[int] = cut.tolist()
         self._executor: Any = rows.executor
         self.ahead = rows.executor.ahead
-        self._outputs: Any = rows.executor.states
         self._newest: dict[int, Array] = {}
         """Rows under way in this round, and the head's output `(1, D)` of each one's last token; of
         a tree those of all its last pass."""
@@ -112,17 +111,16 @@ class EagleDrafter(SteppedDrafter):
         """The head's own greedy text behind each row's, at most so many tokens."""
         self._restore()
         out: list[list[int]] = [[] for _ in texts]
-        active = [row for row, n in enumerate(most) if n > 0]
-        self._read([text if n > 0 else None for text, n in zip(texts, most, strict=True)], CHUNK)
-        while active:
-            ahead = [
-                [*text, *out[row]] if row in active else None for row, text in enumerate(texts)
-            ]
+        ahead = [list(t) if n > 0 else None for t, n in zip(texts, most, strict=True)]
+        self._read(ahead, leave=CHUNK)
+        while any(ahead):
             best = self.step(ahead, frozenset()).best
             assert best is not None
-            for row in active:
-                out[row].append(best.tokens[row][0])
-            active = [row for row in active if len(out[row]) < most[row]]
+            for row, text in enumerate(ahead):
+                if text is not None:
+                    text.append(best.tokens[row][0])
+                    out[row] = text[len(texts[row]) :]
+                    ahead[row] = text if len(out[row]) < most[row] else None
         return out
 
     def step(self, texts: Texts, greedy: frozenset[str] | None) -> Step:
@@ -162,7 +160,7 @@ class EagleDrafter(SteppedDrafter):
         for row, n in enumerate(self.rows.lengths):
             if count := len(pieces[row]):
                 first = n - count if row in places else n - 1
-                self._newest[row] = self._outputs.read(row, first, n)
+                self._newest[row] = self._executor.states.read(row, first, n)
 
     def _pieces(self, texts: Texts) -> list[list[int]]:
         begun = [t and t[n:] for t, n in zip(texts, self.rows.begins, strict=True)]

@@ -262,14 +262,6 @@ def bound_scored(rows: Sequence[Row], unread: list[int], vocab_size: int) -> Non
         room -= unread[i]
 
 
-def with_scored(rows: Sequence[Row], pieces: Pieces, counts: Sequence[int]) -> list[int]:
-    """How many logits of each row are wanted, with those after every token of a text to score."""
-    return [
-        count if row.request.scores is None else len(piece)
-        for row, piece, count in zip(rows, pieces, counts, strict=True)
-    ]
-
-
 def read_scored(rows: Sequence[Row], pieces: Pieces, logits: torch.Tensor) -> None:
     """Keep with the texts to score what `(rows, ≥ n, V)` logits after their pieces say of them."""
     for row, piece, after in zip(rows, pieces, logits, strict=True):

@@ -26,7 +26,6 @@ from forerun.engine.judging import (
     note_scored,
     overrule,
     read_scored,
-    with_scored,
 )
 from forerun.engine.leaves import attached, follow, follow_shaped, path_of
 from forerun.engine.lengths import Lengths, Memory
@@ -368,8 +367,9 @@ class Engine:
         grown, counts, parents = (
             attached(pieces, wanted, proposal) if nodes else (pieces, wanted, ())
         )
-        if self._scoring:
-            counts = with_scored(rows, grown, counts)
+        if self._scoring:  # of a text to score, those after all its tokens, too
+            pairs = zip(rows, grown, counts, strict=True)
+            counts = [n if row.request.scores is None else len(own) for row, own, n in pairs]
         elif self._compares and self._sampler.trivial:
             signals = NO_SIGNALS if self._only_compares else frozenset({LOGITS})
             best = self.target.best(grown, counts, signals, parents)

@@ -64,8 +64,8 @@ class Server:
     def __init__(self, model: Model, config: Config) -> None:
         self.config, self.began = config, int(time.time())
         self.vocab_size = model.target.vocab_size
-        self.texts = Texts(model.tokenizer, self.vocab_size)
-        self.tokens = Texts(model.tokenizer, self.vocab_size)
+        self.texts = Texts(model.tokenizer)
+        self.tokens = Texts(model.tokenizer)
         """For who wants tokens and nothing else, of texts of any length: nobody waits for them."""
         self.planner = Planner(config, model, self.texts)
         self.structures = Structures(model.tokenizer, self.vocab_size, model.eos)

@@ -20,11 +20,10 @@ class Texts:
 
     What encodes runs in a thread of this object (`run`) with a copy (72 MB of a vocabulary of
     262,144, and 1.8 s). What decodes has the model's, as its engine: that changes nothing in it,
-    and may be called from any thread. Without a tokenizer prompts are token
-    ids; those of `vocab_size` and above have no text.
+    and may be called from any thread. Without a tokenizer prompts are token ids.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
         self._decoder = tokenizer
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
@@ -37,7 +36,6 @@ class Texts:
             for at, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
         }
         """Token ids of those beside the vocabulary proper, by their text."""
-        self.vocab_size = vocab_size
         self._tokens: dict[int, str] = {}  # text by id: scoring 1,000 tokens names 6,000
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="forerun-texts")
 
