@@ -243,7 +243,7 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
     assert list(request._bound["subsequence_begins"][0]) == list(range(0, 14, 2))
     for start in (executor, again):
         start.finish()
-        assert [start._forms.fitting(n).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
+        assert [start._forms.fitting([n]).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
 
 
 def test_passes_of_new_sizes_are_padded_while_that_costs_less(
@@ -298,15 +298,46 @@ def test_graphs_for_exactly_so_many_tokens_are_made_when_passes_want_them(
 
     for executor in (first, again):
         executor.run([0], [IDS[:9]], [0])
-    for size in (1, 5):
+    for size in (1, 5, 8, 16):
         wanted = last(first, size)
         for _ in range(forms.WANTED):
-            assert again._forms.fitting(max(size, 2)).tokens == 0
+            assert again._forms._there(max(size, 2)).tokens == 0
             assert np.array_equal(last(again, size), wanted)
         forms.BEHIND.submit(int).result()  # what was asked for before is there
         assert np.array_equal(last(again, size), wanted)
-        assert again._forms.fitting(size).tokens == max(size, 2)
+        assert again._forms.fitting([size]).tokens == max(size, 2)
     assert again.finished
+
+
+def test_rows_that_share_passes_have_graphs_of_their_own(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded for attention alone; as many as there is room for."""
+    if not rounds_inputs():
+        pytest.skip("this CPU rounds no inputs: graphs are not the same to the last bit")
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    wanted, executor = (from_name(file, threads=1) for _ in range(2))
+    monkeypatch.setattr(forms, "WANTED", 2)
+    executor._forms._room = 3
+    monkeypatch.setattr(wanted._forms, "fitting", lambda _: wanted._forms.open)
+    executor._forms._wanted.clear()  # of passes at the load
+    sizes = [1, 1, 1, 1], [3, 0, 4, 1], [9, 1, 1, 12]
+    for used, counts in zip((4, 8, 24), sizes, strict=True):
+        for again in range(4):
+            if again == 2:
+                forms.BEHIND.submit(int).result()
+            seen = []
+            for own in (wanted, executor):
+                own.keep([], [])
+                own.run([0] * 4, [IDS[row : 15 + row] for row in range(4)], [0] * 4)
+                pieces = [IDS[15 + row :][:n] for row, n in enumerate(counts)]
+                seen.append(own.run([15] * 4, pieces, counts))
+            assert torch.equal(*seen), "in every logit"
+            there = executor._forms._there(sum(counts), several=True).tokens
+            assert there == (used if again > 1 else 0)
+    assert executor._forms._there(1).tokens == 4, "a row alone may use them"
+    assert not executor._forms._lacking
+    assert executor._forms._make is None, "it holds the graph"
 
 
 @pytest.mark.parametrize("wrong", [2, 5])
@@ -331,14 +362,15 @@ def test_a_graph_that_computes_something_else_is_never_used(
     monkeypatch.setattr(forms.Form, "run", differing)
     monkeypatch.setattr(forms, "_equal", counted)
     used = {2: [5] * 5, 5: [2, 2, 0, 0, 0]}[wrong]
-    for lacking in ({2, 5}, {2, 5} - {wrong}):
+    every = {2, 4, 5, 8, 16, 24, 32, 48}
+    for lacking in (every, every - {wrong}):
         executor = from_name(file, threads=1)
-        assert set(executor._forms._lacking) == lacking
+        assert executor._forms._lacking == lacking
         whole = executor.run([0], [IDS[:12]], [12])[0]
         executor.keep([0], [7])
         executor.finish()  # while a row is there
         assert executor.finished
-        assert [executor._forms.fitting(n).tokens for n in range(1, 6)] == used
+        assert [executor._forms.fitting([n]).tokens for n in range(1, 6)] == used
         for size in (1, 2, 5):
             assert torch.equal(executor.run([7], [IDS[7 : 7 + size]], [1])[0, 0], whole[6 + size])
     assert sorted(compared) == [2, 5]

@@ -859,10 +859,10 @@ def test_copies_of_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         precision: str = "float32",
         halved: bool = False,
         tiled: bool = False,
-        least: int = 1,
+        lazy: bool = False,
     ) -> tuple[list[int], list[int]]:
         facts = Facts(vocab_size=8, limit=8, weights=weights, precision=precision)
-        return forms.sizes(facts, halved, tiled, least)
+        return forms.sizes(facts, halved, tiled, lazy)
 
     million = 1 << 20
     every = [1, 5, 8], [12, 16]
@@ -872,7 +872,9 @@ def test_copies_of_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of(million) == ([1, 2], [4, 8, 12, 16]), "small ones stay in the caches"
     assert of(0) == of(million, "bfloat16") == ([], [])
     assert of(128 * million, "Q4_1") == of(128 * million, "int4") == ([1], [])
-    assert of(128 * million, "Q4_1", least=2) == ([2, 5], [])
+    wanted = [2, 5], [4, 8, 16, 24, 32, 48]
+    assert of(128 * million, "Q4_1", lazy=True) == of(512 * million, "Q4_K", lazy=True) == wanted
+    assert of(1024 * million, "Q4_1", lazy=True) == ([], [])
     assert of(512 * million, "Q4_K") == of(128 * million, "F16") == ([], [])
     bounded = [of(n * million, halved=True) for n in (16, 24, 32, 48, 96)]
     assert bounded[:2] == [([1, 4, 5, 8], [12, 16]), ([1, 4, 5, 8], [12])]

@@ -81,7 +81,7 @@ def _memory(file: gguf.GGUF, facts: Facts) -> str:
     """What OpenVINO needs: packed weights and their scales in float32 in every graph; while they
     are packed, the file as well. Embeddings are read where the file has them."""
     from forerun.runtime.openvino.blocks import rounds_inputs
-    from forerun.runtime.openvino.forms import sizes
+    from forerun.runtime.openvino.forms import LARGEST_PACKED, is_packed, sizes, weighed
 
     sized = {tensor.name: prod(tensor.shape) for tensor in file.tensors}
     products = sum(
@@ -90,13 +90,16 @@ def _memory(file: gguf.GGUF, facts: Facts) -> str:
         if (width := gguf.KINDS[tensor.kind])
         and (tensor.name != "token_embd.weight" or "output.weight" not in sized)
     )
-    graphs = 1 + len(sizes(facts, halved=False, tiled=False, least=2 if rounds_inputs() else 1)[0])
-    tokens = len(file.metadata.get("tokenizer.ggml.tokens", ()))
-    held = _BASE + _TOKEN * tokens + graphs * (_GRAPH + _HELD * products)
+    wanted = is_packed(facts) and rounds_inputs()
+    alone, shared = sizes(facts, halved=False, tiled=False, lazy=wanted)
+    tokens, graph = len(file.metadata.get("tokenizer.ggml.tokens", ())), _GRAPH + _HELD * products
+    held = _BASE + _TOKEN * tokens + (1 + len(alone)) * graph
     most = held + file.nbytes
+    more = max(LARGEST_PACKED // weighed(facts) - len(alone), 0) if wanted and shared else 0
+    shares = f", up to {more * graph / 1e9:.1f} where texts share passes" if more else ""
     return (
         f"about {held / 1e9:.1f} GB of memory without a draft, {most / 1e9:.1f} while it loads; "
-        "0.2 more once text is sampled"
+        f"0.2 more once text is sampled{shares}"
     )
 
 

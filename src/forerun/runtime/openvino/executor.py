@@ -266,7 +266,7 @@ class OpenVINOExecutor(Executor):
             return self._in_parts(starts, pieces, wanted)
         fed = self._forms.fed(counts)
         ends = list(map(add, starts, fed))
-        form = self._forms.fitting(sum(fed))
+        form = self._forms.fitting(counts)
         last = max(row for row, count in enumerate(counts) if count)
         room = self.facts.limit - ends[last]
         if (more := form.more(counts, room)) > room:

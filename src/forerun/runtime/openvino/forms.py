@@ -66,13 +66,16 @@ LARGEST_SECOND = 2 << 30
 tokens on matrix units: of 0.5 billion weights one of 5, 8, 16 tokens takes 35, 40, 53 ms, made of
 several 55, 53, 112. A single token would take 32 on them, and takes 23."""
 LARGEST_LEAST = 2  # tokens that rows of passes may have to be padded to
-PACKED_SIZES = {1: (1,), 2: (2, 5)}
-"""Those of a model of 4- to 6-bit weights, by the tokens that rows are padded to. Drafting makes
-passes of few tokens and of several take turns, and an open graph prepares all its nodes anew at
-each change: of SmolLM2 (Q4_1, AVX2) 31 ms of CPU a token for 27 among its like, 64 for 55 of five
-tokens; with a graph for one token no more than among its like. Another for five gains nothing
-there, where five tokens take twice the time of one; where inputs are rounded they take a sixth
-more."""
+PACKED_SIZES = (2, 5), (4, 8, 16, 24, 32, 48)
+"""Those of a model of 4- to 6-bit weights that rounds inputs: of a row alone, and of rows that
+share passes, padded for attention alone. Drafting makes passes of few tokens and of several take
+turns, and an open graph prepares all its nodes anew at each change: of SmolLM2 (Q4_1, Zen 4) one of
+four rows takes 25, 29, 40 ms in turns for 1, 2, 4 tokens each, and 18, 22, 30 in graphs for exactly
+so many; of sixteen rows 40, 61, 76 and 29, 45, 59 for 1, 2, 3. Where nothing is rounded five tokens
+take twice the time of one, and only that gains by its graph (AVX2: 27 ms of CPU for 31)."""
+WIDER = 8, 16  # those of rows that share passes that a row alone may want, too
+LARGEST_PACKED = 1 << 30
+"""Bytes of such weights up to which graphs are made for passes that want them: six of SmolLM2."""
 SMALLEST_WIDE = 24 << 20  # bytes of weights from which a model is not small
 WANTED = 128
 """Passes that a graph for exactly so many tokens would have taken, after which it is made. One of
@@ -104,15 +107,19 @@ def is_packed(facts: Facts) -> bool:
     return facts.precision.startswith(("Q4", "Q5", "Q6", "int4"))
 
 
-def sizes(facts: Facts, halved: bool, tiled: bool, least: int) -> tuple[list[int], list[int]]:
-    """Those that are worth their memory, of `SIZES` and their like."""
+def sizes(facts: Facts, halved: bool, tiled: bool, lazy: bool) -> tuple[list[int], list[int]]:
+    """Those that are worth their memory, of `SIZES` and their like; if they are made when passes
+    want them, all that may be."""
     size = weighed(facts)
     alone: tuple[int, ...]
     shared: tuple[int, ...]
     wide = TILED_SIZES if tiled else SIZES
     alone, shared = wide if size >= SMALLEST_WIDE else SMALL_SIZES
+    if lazy:
+        alone, shared = PACKED_SIZES if size <= LARGEST_PACKED else ((), ())
+        return [*alone], [*shared]
     if is_packed(facts):
-        alone, shared = PACKED_SIZES[least], ()
+        alone, shared = (1,), ()
     if size >= SMALLEST_WIDE and not halved:  # nothing makes four tokens cheaper than five then
         alone = tuple(n for n in alone if n != HALVED)
     copies = [size // 2 if tiled or (halved and n <= HALVED) else size for n in (*alone, *shared)]
@@ -157,7 +164,8 @@ class Form:
     ) -> None:
         if tokens:
             shapes = {"input_ids": [tokens, 1], "position_ids": [tokens, 1]}
-            shapes |= {"wanted": [1 if ahead else tokens], SOURCE_ROW: [tokens]}
+            shapes |= {"wanted": [1 if ahead else tokens]}
+            shapes |= {name: [tokens] for name in (SOURCE_ROW, PADDED[1])}
             named = {name: port for port in graph.inputs for name in port.get_names()}
             if GIVEN in named:
                 width = named[GIVEN].get_partial_shape()[2].get_length()
@@ -176,7 +184,7 @@ class Form:
         self.begins: dict[int, int] = {}  # where the tokens of each row that was fed begin
         self._version = -1
         self.trees = all(map(self.request.has, TREES))  # whether passes may feed trees
-        self._pads_attention = self.request.has(PADDED[0])
+        self.pads_attention = self.request.has(PADDED[0])
         self._branching = self.trees  # so that the inputs are bound
         self._chains()
 
@@ -210,7 +218,7 @@ class Form:
 
     def own(self, counts: Sequence[int]) -> list[int]:
         """Tokens of each row that products are over."""
-        alone = self._pads_attention and sum(counts) >= self._least
+        alone = self.pads_attention and sum(counts) >= self._least
         return [*counts] if alone else self.fed(counts)
 
     def more(self, counts: Sequence[int], room: int) -> int:
@@ -316,7 +324,7 @@ class Form:
         self._past = request.input("past_lens", len(fed))
         self._ids = request.input("input_ids", size)
         self._positions = request.input("position_ids", size)
-        if self._pads_attention:
+        if self.pads_attention:
             self._bind_padding(begins)
 
     def _bind_padding(self, begins: Sequence[int]) -> None:
@@ -387,7 +395,7 @@ class Forms:
             keep_halves(own)
             if narrow:
                 narrow_attention(own)
-            if least > 1 and not tokens:
+            if least > 1 and tokens not in alone:
                 pad_attention(own)
             return Form(own, facts, settings, tokens, spare=0 if tokens else spare)
 
@@ -396,16 +404,14 @@ class Forms:
                 widened()  # once, not in every thread
             return _compiled(lambda n: made(n, tiled and n > HALVED), sizes)
 
-        alone, shared = sizes(facts, halved, tiled, least)
-        self._later = partial(compiled, shared) if shared else None  # holds the graph
+        alone, shared = sizes(facts, halved, tiled, bool(settle))
+        alone = [n for n in alone if n >= least and not _is_head(graph)]
+        self._later = partial(compiled, shared) if shared and not settle else None  # has the graph
         self._pools: dict[str, list[ov.Tensor]] = {}
         self._tell: Tell | None = None
-        alone = [n for n in alone if n >= least and not _is_head(graph)]
-        self._wanted: Counter[int] = Counter()
         self._joins = weighed(facts) >= SMALLEST_JOINED
-        self._coming: dict[int, Future[Form]] = {}
-        self._text, self._kept, self.least = texts(facts.vocab_size, facts.limit)[1], kept, 1
-        self._lacking = tuple(n for n in alone if self._known(n) is not False) if settle else ()
+        self._kept, self.least = kept, 1
+        self._prepare_wants(facts, *((alone, shared) if settle else ((), ())))
         one = partial(made, in_parts=False)
         self._make = partial(_prepared, one, least, settle) if settle else None
         self.open, *self._exact = compiled([0, *(() if settle else alone)])
@@ -417,15 +423,32 @@ class Forms:
         """Tokens up to which a pass is better made of several of `HALVED`."""
         self._order()
 
-    def fitting(self, tokens: int) -> Form:
-        """The one that takes least time for so many."""
-        lacking = next((n for n in self._lacking if n >= tokens), 0)
-        there = self._there(tokens).tokens
-        self._want(0 if 0 < there < lacking else lacking)
-        return self._there(tokens)
+    def _prepare_wants(self, facts: Facts, alone: Sequence[int], shared: Sequence[int]) -> None:
+        """Of forms that are made when passes want them: `alone` are made by `finish`, too."""
+        self._text = (texts(facts.vocab_size, facts.limit)[1] * 2)[: facts.limit]
+        self._first, self._wants = (
+            set(alone),
+            ((*alone, *(n for n in WIDER if n in shared)), shared),
+        )
+        """Tokens of those, and of all that passes of one row, and of several, may want."""
+        unknown = (n for n in (*alone, *shared) if self._known(n) is not False)
+        self._lacking = {n for n in unknown if n < len(self._text) - 2}
+        self._room = LARGEST_PACKED // (weighed(facts) or 1)  # how many may be made
+        self._wanted: Counter[int] = Counter()
+        self._coming: dict[int, Future[Form]] = {}
 
-    def _there(self, tokens: int) -> Form:
-        return self._fitting[tokens] if tokens < len(self._fitting) else self._wide or self.open
+    def fitting(self, counts: Sequence[int]) -> Form:
+        """The one that takes least time for so many tokens of each row."""
+        several = sum(map(bool, counts)) > 1
+        tokens = sum(self.open.own(counts))
+        lacking = next((n for n in self._wants[several] if n >= tokens and n in self._lacking), 0)
+        there = self._there(tokens, several).tokens
+        self._want(0 if 0 < there < lacking else lacking)
+        return self._there(tokens, several)
+
+    def _there(self, tokens: int, several: bool = False) -> Form:
+        fitting = self._fitting[several]
+        return fitting[tokens] if tokens < len(fitting) else self._wide or self.open
 
     def share(self) -> None:
         """Compile, once, what passes of several rows need, too: a second for the shipped
@@ -435,20 +458,26 @@ class Forms:
             self.add(new)
 
     def finish(self) -> None:
-        """Have all that are made when they are wanted."""
-        if new := [n for n in self._lacking if n not in self._coming]:
-            assert self._make is not None, "it is kept while one is lacking"
-            forms, self._lacking = _compiled(self._make, new), tuple(self._coming)
-            self.add(forms)
-        for size in self._lacking:
+        """Have all that a row alone wants most."""
+        for size in list(self._coming):
             self._adopt(size)
+        if new := sorted(self._lacking & self._first)[: self._left]:
+            assert self._make is not None, "it is kept while one is lacking"
+            forms = _compiled(self._make, new)
+            self._lacking -= {*new}
+            self.add(forms)
         if self._joins and self._wanted[0] < WANTED:
             self._wanted[0] = WANTED
             join_pages(rests=0)
 
     @property
     def finished(self) -> bool:
-        return not self._lacking
+        return self._lacking.isdisjoint(self._first)
+
+    @property
+    def _left(self) -> int:
+        """How many more may be made."""
+        return max(self._room - len(self._exact) - len(self._coming), 0)
 
     def _want(self, size: int) -> None:
         """Count a pass that one for so many tokens would take, 0 if none is lacking; make it, and
@@ -459,13 +488,15 @@ class Forms:
             return
         self._wanted[size] += 1
         if self._wanted[size] == WANTED and size and self._make is not None:
-            self._coming[size] = BEHIND.submit(self._make, size)
+            if self._left:
+                self._coming[size] = BEHIND.submit(self._make, size)
         elif self._wanted[size] == WANTED and self._joins:
             threading.Thread(target=join_pages, name="pages", daemon=True).start()
 
     def _adopt(self, size: int) -> None:
         coming = self._coming.pop(size)
-        self._lacking = tuple(n for n in self._lacking if n != size)
+        self._lacking.discard(size)
+        self._wanted[0] = 0  # its memory is not joined
         with suppress(RuntimeError, MemoryError):
             self.add([coming.result()])
 
@@ -479,6 +510,8 @@ class Forms:
             for prefix, pools in self._pools.items():
                 form.bind(pools, prefix)
             self._exact.append(form)
+        if not self._left:
+            self._lacking = {*self._coming}
         self._order()
         if not self._lacking:
             self._make = None  # it holds the graph
@@ -526,14 +559,19 @@ class Forms:
 
     def _order(self) -> None:
         exact = [form for form in self._exact if not form.ahead]
-        exact.sort(key=lambda form: form.tokens)
+        exact.sort(key=lambda form: form.tokens, reverse=True)
+        alike = [form for form in exact if form.pads_attention is self.open.pads_attention]
         halved = HALVED if self._wide else -1
-        self._fitting = [self.open] * (1 + max([halved, *(form.tokens for form in exact)]))
-        for form in reversed(exact):  # padding costs less than open shapes between two weights
-            self._fitting[1 : form.tokens + 1] = [form] * form.tokens
-        last = {n for n, form in enumerate(self._fitting) if n and self._there(n + 1) is not form}
+        self._fitting = []  # of a row alone, and of several
+        for forms in (exact, alike):
+            fitting = [self.open] * (1 + max([halved, *(form.tokens for form in forms)]))
+            for form in forms:  # padding costs less than open shapes between two weights
+                fitting[1 : form.tokens + 1] = [form] * form.tokens
+            self._fitting.append(fitting)
+        alone = range(1, len(self._fitting[False]))
+        last = {n for n in alone if self._there(n + 1) is not self._there(n)}
         parts = TILES if self._wide else range(HALVED, self.most_split + 1, HALVED)
-        levels = sorted(last.union(parts, self._lacking))
+        levels = sorted(last.union(parts, self._lacking & self._first))
         self.levels = tuple(levels) if levels and levels[-1] > self.least else ()
         """Tokens up to which a pass takes as long as one of so many."""
 
@@ -556,8 +594,9 @@ def _prepared(
         raise RuntimeError("nobody will use it")
     form = make(tokens)
     form.pad(least)
-    pool = Pool(form.ports(), 1, form.bind)
-    form.run([0], [[0] * tokens], [tokens], [tokens], [[0]], -2)  # a version that tables never have
+    pool = Pool(form.ports(), 2, form.bind)
+    every = [[0] * tokens], [tokens], [tokens]
+    form.run([0], *every, [[0, 1]], -2)  # a version that tables never have
     del pool
     settle()
     return form
@@ -572,8 +611,8 @@ def _equal(any_number: Form, exact: Form, text: Sequence[int]) -> bool:
         any_number.bind(pools)
         exact.bind(pools)
 
-    Pool(any_number.ports(), 3, bind)
-    begin, tables = len(text) - exact.tokens, [[0, 1], [2]]
+    Pool(any_number.ports(), 5, bind)
+    begin, tables = len(text) - exact.tokens, [[0, 1, 2], [3, 4]]
     any_number.run([0, 0], [text[:begin], text[:1]], [0, 0], [begin, 2], tables, -3)
 
     def seen(form: Form, counts: list[int]) -> NDArray[np.float32]:
