@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +72,17 @@ def test_levels_of_passes(tmp_path: Any) -> None:
     assert CostTable.read(tmp_path / "costs.json").at().levels == (1, 4, 8)
     with pytest.raises(SettingError, match="levels"):
         Cell(0.1, points, levels=(4, 4))
+
+
+def test_a_device_is_written_and_not_replaced(tmp_path: Any) -> None:
+    pipe, got = tmp_path / "pipe", list[str]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
+    reader.start()
+    CostTable((MEASURED,)).write(pipe)
+    reader.join(10)
+    assert json.loads(got[0])["cells"][0]["batch"] == 2
+    assert pipe.is_fifo()
 
 
 def test_what_a_meter_knows_besides_is_not_in_the_file(tmp_path: Any) -> None:

@@ -36,7 +36,10 @@ def keep_json(kind: str, key: str, value: Any) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Where to write what takes a file's place at the end of the block; after an error or a kill
-    the file is as it was."""
+    the file is as it was. What is no file, a device like /dev/null, is written itself."""
+    if path.exists() and not path.is_file():
+        yield path
+        return
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield beside

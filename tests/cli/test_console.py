@@ -68,6 +68,6 @@ def test_colours_can_be_switched_off(monkeypatch):
 def test_legend_names_every_origin():
     from forerun.engine.results import Origin
 
-    assert {o.value for o in Origin} == set(console.STYLES) == set(console.MEANINGS)
-    for meaning in console.MEANINGS.values():
+    assert {o.value for o in Origin} == set(console.ORIGINS)
+    for _, meaning in console.ORIGINS.values():
         assert meaning in console.legend().plain

@@ -97,11 +97,11 @@ def test_a_server_with_another_text(shipped, tmp_path):
 
 def test_servers_that_cannot_be_audited(shipped):
     with pytest.raises(SettingError, match="cannot be read"):
-        OpenAIServer("http://127.0.0.1:9").model()
+        _ = OpenAIServer("http://127.0.0.1:9").model
     with pytest.raises(SettingError, match="answered 400"):
         OpenAIServer(shipped.url).write("", 3)
     foreign = OpenAIServer(shipped.url)
-    foreign._model = {"id": "x", "owned_by": "vllm"}
+    foreign.model = {"id": "x", "owned_by": "vllm"}
     with pytest.raises(SettingError, match="against"):
         forerun_plain(foreign)
     assert math.isfinite(OpenAIServer(shipped.url).write("Once", 1)[0].logprob)

@@ -262,14 +262,10 @@ def _measure(
 ) -> lab.Results:
     """Measure what is not measured yet, `about` being the settings; interrupted, the report of what
     there is is written."""
-    from forerun.drafters.model import ModelDrafter
-    from forerun.lab.provenance import identity, machine
+    from forerun.lab import provenance
 
-    target, drafter = job.model.target, job.model.drafter
-    target.executor.finish()
-    provenance = machine(target) | {"target": identity(target), "draft": job.about["draft"]}
-    if isinstance(drafter, ModelDrafter):
-        provenance["draft"] = identity(drafter.rows)
+    job.model.target.executor.finish()
+    made = provenance.of(job.model, job.about["draft"])
     methods: list[Method] = [Ours(PLAIN, job.model)]
     for rule, spec in product(about["rules"], about["controllers"]):
         name = spec if rule == "gumbel" else f"{spec} + {rule}"
@@ -281,7 +277,7 @@ def _measure(
         else:
             theirs, skipped = start_peers(stack, job, models, peers)
             methods += theirs
-        results = lab.Results.open(folder, about, provenance, methods, skipped)
+        results = lab.Results.open(folder, about, made, methods, skipped)
         for skip in results.document["skipped"]:
             remark(f"skipped {skip['name']}: {skip['reason']}")
         try:

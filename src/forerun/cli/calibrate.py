@@ -1,15 +1,17 @@
 """`forerun calibrate`: settings of a method, measured on a pair of models."""
 
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from rich.text import Text
 
+from forerun.cache import write_json
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note, progress, stdout, table
 from forerun.cli.shared.models import Chat, Models
 from forerun.cli.shared.options import MODELS, PROMPTS, VALIDATION, Fields, flag, option
-from forerun.cli.shared.report import claim, report, save_json
+from forerun.cli.shared.report import claim, report
 from forerun.errors import require
 from forerun.prompts import default_source, find_prompts
 from forerun.settings import Settings
@@ -75,7 +77,7 @@ def easd(
     about = {"settings": settings, "versions": versions()}
     document = {"schema": calibrate.SCHEMA, **measured, **about}
     if output is not None:
-        save_json(output, document)
+        write_json(Path(output), document)
     report(document, partial(_show, document), as_json, output)
 
 

@@ -1,14 +1,16 @@
 """`forerun lm-eval`: tasks of lm-evaluation-harness, and what a rule costs there."""
 
+from pathlib import Path
 from typing import Annotated
 
 from forerun import zoo
+from forerun.cache import write_json
 from forerun.checks import whole
 from forerun.cli.shared import options
 from forerun.cli.shared.console import note
 from forerun.cli.shared.models import Models, PolicyOptions, quiet
 from forerun.cli.shared.options import PROMPTS, Fields, option
-from forerun.cli.shared.report import claim, print_json, save_json
+from forerun.cli.shared.report import claim, print_json
 
 
 @options.command
@@ -49,7 +51,7 @@ def lm_eval(
         evaluated = evaluate(model, tasks.split(","), limit, include_path)
     results = {key: evaluated[key] for key in ("results", "configs", "forerun")}
     if output:
-        save_json(output, results)
+        write_json(Path(output), results)
     if as_json:
         return print_json(results)
     from lm_eval.utils import make_table

@@ -259,7 +259,7 @@ def begun(text: str, wholes: Iterable[str]) -> int:
     return max(ends, default=0)
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
+def common(one: Sequence[object], other: Sequence[object]) -> int:
     """Length of the longest common prefix.
 
     >>> common([3, 4, 5], [3, 4, 6, 7])

@@ -2,43 +2,19 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from forerun.controllers import Controller
 from forerun.engine import Completion, Sampling
 from forerun.errors import GenerationError
-from forerun.lab.audit import Difference, explain
+from forerun.lab.audit import explain
 from forerun.model import Model
 from forerun.rules import RULES, AcceptanceRule
 
 PAIRS = 3  # runs of plain and of speculative decoding
-
-
-@dataclass(frozen=True)
-class TimedBatch:
-    """Completions of one batch and the wall seconds they took together."""
-
-    completions: list[Completion]
-    seconds: float
-
-    @property
-    def tokens(self) -> int:
-        return sum(c.stats.tokens for c in self.completions)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """All output tokens over the whole time, prefill included."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "tokens_per_second": self.tokens_per_second,
-            "seconds": self.seconds,
-            "tokens": self.tokens,
-            "completions": [c.to_json() for c in self.completions],
-        }
 
 
 def paired(
@@ -65,47 +41,49 @@ def paired(
     keep = RULES.make(rule)
     seeded = [replace(s, seed=done.seed) for s, done in zip(samplings, shown, strict=True)]
 
-    def run(plain: bool) -> TimedBatch:
+    def run(plain: bool) -> dict[str, Any]:
+        """`plain` of the document, but for its texts; the time is the wall's, prefill included."""
         began = time.perf_counter()
         done = model.generate(
             prompts, controller=controller, rule=None if plain else keep, sampling=seeded,
             batch_size=batch_size, plain=plain,
         )  # fmt: skip
-        timed = TimedBatch(done, time.perf_counter() - began)
+        seconds, tokens = time.perf_counter() - began, sum(c.stats.tokens for c in done)
         if wrong := next((c for c in done if c.error), None):
             raise GenerationError(wrong.error or "", wrong)
-        return timed
+        speed = {"tokens_per_second": tokens / seconds, "seconds": seconds, "tokens": tokens}
+        return {**speed, "completions": done}
 
-    runs: dict[bool, list[TimedBatch]] = {False: [], True: []}
+    runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for pair in range(PAIRS):
         for plain in (True, False) if pair % 2 == 0 else (False, True):
             kind = "plain" if plain else "speculative"
             tell(f"comparing: {kind} decoding, run {pair + 1} of {PAIRS}")
             runs[plain].append(run(plain))
     pairs = zip(runs[True], runs[False], strict=True)
-    ratios = [fast.tokens_per_second / slow.tokens_per_second for slow, fast in pairs]
+    ratios = [fast["tokens_per_second"] / slow["tokens_per_second"] for slow, fast in pairs]
     plain_run, fast_run = _median(runs[True]), _median(runs[False])
+    written = plain_run["completions"]
     must = keep.lossless and (keep.gumbel_max or all(s.greedy for s in seeded))
-    ours, theirs = [c.tokens for c in shown], [c.tokens for c in plain_run.completions]
+    ours, theirs = [c.tokens for c in shown], [c.tokens for c in written]
     texts = zip(prompts, ours, theirs, seeded, strict=True)
     return {
         "identical": ours == theirs,
         "must_match": must,
         "speedup": statistics.median(ratios),
         "speedups": ratios,
-        "tokens_per_second": fast_run.tokens_per_second,
-        "plain": plain_run.to_json(),
-        "differences": [
-            {"request": i, **_difference(explain(model, *text))}
-            for i, text in enumerate(texts if must else ())
-            if text[1] != text[2]
-        ],
+        "tokens_per_second": fast_run["tokens_per_second"],
+        "plain": plain_run | {"completions": [c.to_json() for c in written]},
+        "differences": _differences(model, texts) if must else [],
     }
 
 
-def _difference(one: Difference) -> dict[str, Any]:
-    return {"position": one.position, "near_tie": one.near_tie, "message": one.message}
+def _differences(model: Model, texts: Iterable[Any]) -> list[dict[str, Any]]:
+    """Of texts that are not alike, each with its prompt, plain's and settings."""
+    apart = ((i, explain(model, *text)) for i, text in enumerate(texts) if text[1] != text[2])
+    names = "position", "near_tie", "message"
+    return [{"request": i, **{n: getattr(one, n) for n in names}} for i, one in apart]
 
 
-def _median(runs: Sequence[TimedBatch]) -> TimedBatch:
-    return sorted(runs, key=lambda run: run.tokens_per_second)[len(runs) // 2]
+def _median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return sorted(runs, key=itemgetter("tokens_per_second"))[len(runs) // 2]

@@ -10,11 +10,20 @@ from typing import Any
 import torch
 
 from forerun import __version__, zoo
+from forerun.drafters.model import ModelDrafter
+from forerun.model import Model
 from forerun.runtime.base import Rows
 from forerun.runtime.load import local_folder
 from forerun.runtime.timing import machine as machine_name
 
 HASHED = 4 << 30  # weights files of more bytes than this are not read in full to name a model
+
+
+def of(model: Model, draft: Any = None) -> dict[str, Any]:
+    """Target, draft and machine; `draft` stands for a drafter that is no model."""
+    drafter = model.drafter
+    own = identity(drafter.rows) if isinstance(drafter, ModelDrafter) else draft
+    return {"target": identity(model.target), "draft": own, **machine(model.target)}
 
 
 def machine(runtime: Rows) -> dict[str, Any]:

@@ -10,9 +10,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import cached_property
 from typing import Any, Literal
 
+from forerun.engine.text import common
 from forerun.errors import PromptError, SettingError
 
 TOP = 5  # alternatives asked for, as many as OpenAI gives for completions
@@ -69,21 +70,19 @@ class OpenAIServer:
         if key:
             self._headers["authorization"] = f"Bearer {key}"
         self._fields = dict(fields or {})
-        self._model: dict[str, Any] | None = None
 
+    @cached_property
     def model(self) -> dict[str, Any]:
         """The first model it lists; `SettingError` if it cannot be reached, or lists none."""
-        if self._model is None:
-            listed = self._call("/models").get("data") or []
-            if not listed:
-                raise SettingError(f"{self.url} lists no models")
-            self._model = dict(listed[0])
-        return self._model
+        listed = self._call("/models").get("data") or []
+        if not listed:
+            raise SettingError(f"{self.url} lists no models")
+        return dict(listed[0])
 
     def write(self, content: Any, max_tokens: int) -> list[ToldToken]:
         """The tokens of the greedy answer to a text, token ids or messages; `SettingError` if it
         fails, or answers without log-probabilities."""
-        body = {"model": self.model()["id"], "max_tokens": max_tokens, "temperature": 0}
+        body = {"model": self.model["id"], "max_tokens": max_tokens, "temperature": 0}
         if isinstance(content, list) and content and isinstance(content[0], Mapping):
             path, asked = "/chat/completions", {"messages": content, "logprobs": True}
             asked["top_logprobs"] = TOP
@@ -135,7 +134,7 @@ def _places(logprobs: Mapping[str, Any]) -> list[ToldToken]:
 
 def forerun_plain(server: OpenAIServer, key: str | None = None) -> OpenAIServer:
     """The same server with speculation off; `SettingError` if it is none of forerun's."""
-    if server.model().get("owned_by") != "forerun":
+    if server.model.get("owned_by") != "forerun":
         raise SettingError(
             f"{server.url} is not forerun's, whose speculation a request can switch off; "
             "give `against`, the URL of the same model without speculation"
@@ -155,8 +154,7 @@ def compare(pairs: Iterable[AnswerPair]) -> list[ServerComparison]:
 
 def _common(pair: AnswerPair) -> int:
     """How many tokens two answers begin alike."""
-    same = (a.token == b.token for a, b in zip(*pair, strict=False))
-    return sum(takewhile(bool, same))
+    return common(*([place.token for place in text] for text in pair))
 
 
 def _movement(pair: AnswerPair) -> float:

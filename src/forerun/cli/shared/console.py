@@ -16,22 +16,15 @@ from rich.text import Text
 
 T = TypeVar("T")
 
-STYLES = {
-    "draft": "green",
-    "correction": "bold yellow",
-    "bonus": "cyan",
-    "plain": "",
-    "grammar": "magenta",
+ORIGINS = {
+    "draft": ("green", "drafted and accepted"),
+    "correction": ("bold yellow", "target's correction"),
+    "bonus": ("cyan", "target's bonus token"),
+    "plain": ("", "target alone"),
+    "grammar": ("magenta", "forced by a constraint"),
 }
-"""Who wrote a token (`engine.results.Origin`) and its colour."""
-
-MEANINGS = {
-    "draft": "drafted and accepted",
-    "correction": "target's correction",
-    "bonus": "target's bonus token",
-    "plain": "target alone",
-    "grammar": "forced by a constraint",
-}
+"""Who wrote a token (`engine.results.Origin`), its colour, and what that means."""
+STYLES = {origin: style for origin, (style, _) in ORIGINS.items()}
 
 _SHOWN: dict[int, int | str] = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"}
 _SHOWN |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
@@ -136,8 +129,8 @@ def _line(console: Console, text: str | Text) -> None:
 def legend() -> Text:
     """One line with the meanings of the colours."""
     line = Text("colours: ", "dim")
-    for i, (origin, meaning) in enumerate(MEANINGS.items()):
-        line.append(" · " if i else "", "dim").append(meaning, STYLES[origin])
+    for i, (style, meaning) in enumerate(ORIGINS.values()):
+        line.append(" · " if i else "", "dim").append(meaning, style)
     return line
 
 

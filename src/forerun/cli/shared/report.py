@@ -13,19 +13,9 @@ from forerun.errors import SettingError
 SCHEMA = 1
 
 
-def to_text(value: Any) -> str:
-    """A document as text."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2)
-
-
 def print_json(value: Any) -> None:
     """Print a document on stdout."""
-    print(to_text(value))
-
-
-def save_json(path: str | Path, value: Any) -> None:
-    """Write a document to a file."""
-    Path(path).write_text(to_text(value) + "\n", encoding="utf-8")
+    print(json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2))
 
 
 def report(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from forerun import costs
+from forerun.cache import write_json
 from forerun.checks import whole
 from forerun.errors import SettingError, UnknownNameError, require
 from forerun.registry import parse
@@ -86,8 +87,7 @@ class CostTable:
         return {"schema": SCHEMA, "cells": cells, "about": self.about}
 
     def write(self, path: str | Path) -> None:
-        text = json.dumps(self.to_json(), ensure_ascii=False, allow_nan=False, indent=2)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_json(Path(path), self.to_json())
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:

@@ -12,7 +12,7 @@ from forerun.checks import whole
 from forerun.drafters.model import ModelDrafter
 from forerun.engine.results import Completion, Round
 from forerun.errors import SettingError, require
-from forerun.lab.provenance import identity, machine
+from forerun.lab import provenance
 from forerun.lab.traces.costs import REPEATS, WIDTHS, Cell, CostTable, Spread, least_squares
 from forerun.model import Model
 from forerun.runtime.base import Rows
@@ -66,8 +66,7 @@ def measure(
     _check(model, batches, contexts, wide)
     for rows in (model.target, drafter.rows):
         rows.executor.finish()
-    models = {"target": identity(model.target), "draft": identity(drafter.rows)}
-    about = {**models, "repeats": repeats, **machine(model.target)}
+    about = {**provenance.of(model), "repeats": repeats}
     done: list[tuple[Cell, Spread]] = []
     for batch, context in product(batches, contexts):
         vocab = min(model.target.vocab_size, drafter.rows.vocab_size)

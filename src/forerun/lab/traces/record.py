@@ -30,7 +30,7 @@ from forerun.engine import Completion, Sampling
 from forerun.engine.constraint import split_stops
 from forerun.engine.sampling import Noise, Sampler, stream
 from forerun.errors import PromptError, require
-from forerun.lab.provenance import identity, machine
+from forerun.lab import provenance
 from forerun.lab.traces.trace import JUDGED, SIGNALS, Trace, concatenate, text_trace
 from forerun.lab.traces.walk import judged_columns, walked
 from forerun.model import Model
@@ -146,16 +146,9 @@ def _check(
 
 
 def _provenance(model: Model) -> dict[str, Any]:
-    drafter: dict[str, Any] = {"name": type(model.drafter).__name__, "sha256": None, "hashed": None}
-    if isinstance(model.drafter, ModelDrafter):
-        drafter = identity(model.drafter.rows)
-    return {
-        "target": identity(model.target),
-        "draft": drafter,
-        "blind": model.drafter.blind,
-        "trees": model.target.executor.trees,
-        **machine(model.target),
-    }
+    named = {"name": type(model.drafter).__name__, "sha256": None, "hashed": None}
+    runs = {"blind": model.drafter.blind, "trees": model.target.executor.trees}
+    return {**provenance.of(model, named), **runs}
 
 
 def _sampling(tasks: Sequence[Task]) -> dict[str, Any]:
