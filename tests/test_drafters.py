@@ -42,6 +42,7 @@ from forerun.engine import Engine, Request, Sampling
 from forerun.errors import ModelError, SettingError
 from forerun.rules import RULES
 from forerun.runtime import Rows, torch_rows
+from forerun.runtime.base import CHUNK
 from forerun.runtime.eagle import EagleHead
 from forerun.runtime.exits import Adapter, LayersExecutor
 from forerun.runtime.grafts import graft
@@ -278,6 +279,20 @@ class Greedy:
 
     def free(self, row: int, kept: Any, enough: float) -> int | None:
         return len(kept) if sum(kept) >= enough else None
+
+
+def test_a_long_text_is_read_beside_a_short_one() -> None:
+    """What is left of the short one's is for the step, as is the end of the long one's."""
+    texts = [[i % V for i in range(2 * CHUNK + 3)], [1, 2]]
+    alone = []
+    for text in texts:
+        drafter = ModelDrafter(ScriptedModel(SCRIPT), V)
+        drafter.join([text], 4)
+        alone += drafter.propose([text], [4], Greedy()).tokens
+    drafter = ModelDrafter(model := ScriptedModel(SCRIPT), V)
+    drafter.join(texts, 4)
+    assert drafter.propose(texts, [4, 4], Greedy()).tokens == alone
+    assert model.passes[:3] == [[CHUNK, 0], [CHUNK, 0], [3, 2]]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -278,7 +278,8 @@ class RowsDrafter(Drafter):
         from forerun.runtime.base import CHUNK
 
         while max(map(len, pieces := self._pieces(texts))) > leave:
-            chunks = [piece[:CHUNK] for piece in pieces]
+            # Of rows that have no more than that, the next step is to read all.
+            chunks = [piece[:CHUNK] if len(piece) > leave else [] for piece in pieces]
             self._give(chunks)
             self.rows.feed(chunks, [0] * len(chunks))
 
