@@ -1,7 +1,7 @@
 """`forerun serve` beside llama.cpp's server on one GGUF file, by numbers of clients.
 
 ``python -m benchmarks.serve_real MODEL.gguf [--clients 1,4,16] [--seconds 8] [--turns 2]``: under
-six minutes on two cores. Clients send chat prompts of eight kinds, each its next one when the last
+seven minutes on two cores. Clients send chat prompts of eight kinds, each its next one when the last
 was answered; servers take turns, and tokens that came within a turn count, of answers that were cut
 off at its end, too. forerun drafts as it does by default (`auto`) or not (`plain`); llama.cpp comes
 with `xllamacpp`, with drafts of n-grams and without.
@@ -31,8 +31,9 @@ from forerun.runtime.load import load_tokenizer
 ROWS, TOKENS, CONTEXT = 16, 48, 512
 OURS: dict[str, Body] = {"plain": {"speculative": False}, "auto": {}}
 PEERS = {"llama.cpp": "", "llama.cpp n-grams": "ngram"}
-WARMING = 5.0
-"""Seconds that every server is busy before anything counts."""
+WARMING = 30.0
+"""Seconds that every server is busy before anything counts: in the first of them graphs for the
+sizes of passes are made."""
 
 
 def prompts(model: str) -> list[list[int]]:
