@@ -338,6 +338,8 @@ def test_rows_that_share_passes_have_graphs_of_their_own(
     assert executor._forms._there(1).tokens == 4, "a row alone may use them"
     assert not executor._forms._lacking
     assert executor._forms._make is None, "it holds the graph"
+    forms.keep_json("widths", f"{executor._forms._kept}-4", "damaged")
+    assert executor._forms._known(4) is None, "it is compared again"
 
 
 @pytest.mark.parametrize("wrong", [2, 5])

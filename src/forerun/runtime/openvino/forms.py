@@ -516,9 +516,10 @@ class Forms:
         if not self._lacking:
             self._make = None  # it holds the graph
 
-    def _known(self, tokens: int) -> Any:
+    def _known(self, tokens: int) -> bool | None:
         """Whether one for so many computed what the open one does; None: not compared yet."""
-        return kept_json("widths", f"{self._kept}-{tokens}") if self._kept else None
+        known = kept_json("widths", f"{self._kept}-{tokens}") if self._kept else None
+        return known if isinstance(known, bool) else None
 
     def _proves(self, form: Form) -> bool:
         """Whether it does; it is compared once for a file on a machine."""
@@ -528,7 +529,7 @@ class Forms:
                 self.open.bind(pools, prefix)
             if self._kept:
                 keep_json("widths", f"{self._kept}-{form.tokens}", equal)
-        return bool(equal)
+        return equal
 
     def fed(self, counts: Iterable[int]) -> list[int]:
         """See `Form.fed`."""
