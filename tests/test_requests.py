@@ -106,7 +106,7 @@ def test_an_error_ends_what_it_must_and_leaves_the_engine_usable(stage: str, max
 def test_a_long_prompt_delays_others_by_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_module, "CHUNK", 8)
     monkeypatch.setattr("forerun.engine.loop.CHUNK", 8)
-    monkeypatch.setattr("forerun.drafters.model.CHUNK", 8)
+    monkeypatch.setattr("forerun.drafters.stepping.CHUNK", 8)
     script = chaotic(1)
     target, draft = ScriptedModel(script), ScriptedModel(noisy(script, 2, 0.5))
     made = Engine(target, ModelDrafter(draft, V))
