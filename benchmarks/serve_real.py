@@ -1,8 +1,8 @@
 """`forerun serve` beside llama.cpp's server on one GGUF file, by numbers of clients.
 
-``python -m benchmarks.serve_real MODEL.gguf [--clients 1,4,16] [--seconds 8] [--turns 2]``: under
-seven minutes on two cores. Clients send chat prompts of eight kinds, each its next one when the last
-was answered; servers take turns, and tokens that came within a turn count, of answers that were cut
+``python -m benchmarks.serve_real MODEL.gguf [--clients 1,4,16] [--seconds 8] [--turns 2]``: six
+minutes on two cores. Clients send chat prompts of eight kinds, each its next one when the last was
+answered; servers take turns, and tokens that came within a turn count, of answers that were cut
 off at its end, too. forerun drafts as it does by default (`auto`) or not (`plain`); llama.cpp comes
 with `xllamacpp`, with drafts of n-grams and without.
 """
