@@ -46,6 +46,7 @@ from marks import spread
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "phi3"]
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 IDS = [(7 * i + 3) % len(TOKENS) for i in range(40)]
+rounding = pytest.mark.skipif(not rounds_inputs(), reason="this CPU rounds no inputs")
 ROUNDED = 0.1 if rounds_inputs() else 5e-3
 """Of the largest value: what scales in 16 bits cost, and inputs in 8 where the CPU has such, of
 weights drawn at random: rows or blocks that are mixed up differ by about 1."""
@@ -132,7 +133,7 @@ def test_rows_chunks_and_prefixes_compute_the_same(file: Path) -> None:
     assert np.abs(executor.run([20], [IDS[20:]], [1])[0, 0].numpy() - whole[-1]).max() <= tolerance
 
 
-@pytest.mark.skipif(not rounds_inputs(), reason="this CPU rounds no inputs")
+@rounding
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q4_K"])
 def test_loud_channels_are_not_rounded(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -246,12 +247,11 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
         assert [start._forms.fitting([n]).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
 
 
+@rounding
 def test_passes_of_new_sizes_are_padded_while_that_costs_less(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To sizes that were fed, and compute the same; where the context has room."""
-    if not rounds_inputs():
-        pytest.skip("this CPU rounds no inputs: passes are not the same to the last bit")
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     padded, exact = (from_name(file, threads=1) for _ in range(2))
     padded._forms.open._padded.clear()  # of passes at the load
@@ -281,11 +281,10 @@ def test_passes_of_new_sizes_are_padded_while_that_costs_less(
     assert compared([LIMIT - 7], [7], [7]) == (7, 7), "no room is left"
 
 
+@rounding
 def test_graphs_for_exactly_so_many_tokens_are_made_when_passes_want_them(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not rounds_inputs():
-        pytest.skip("this CPU rounds no inputs: graphs are not the same to the last bit")
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     first, again = (from_name(file, threads=1) for _ in range(2))
     assert not first.finished
@@ -309,12 +308,11 @@ def test_graphs_for_exactly_so_many_tokens_are_made_when_passes_want_them(
     assert again.finished
 
 
+@rounding
 def test_rows_that_share_passes_have_graphs_of_their_own(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padded for attention alone; as many as there is room for."""
-    if not rounds_inputs():
-        pytest.skip("this CPU rounds no inputs: graphs are not the same to the last bit")
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     wanted, executor = (from_name(file, threads=1) for _ in range(2))
     monkeypatch.setattr(forms, "WANTED", 2)
@@ -343,12 +341,11 @@ def test_rows_that_share_passes_have_graphs_of_their_own(
 
 
 @pytest.mark.parametrize("wrong", [2, 5])
+@rounding
 def test_a_graph_that_computes_something_else_is_never_used(
     wrong: int, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even in the last bit; it is compared once, and not made again."""
-    if not rounds_inputs():
-        pytest.skip("this CPU rounds no inputs: graphs are not the same to the last bit")
     run, compare = forms.Form.run, forms._equal
     compared: list[int] = []
 

@@ -132,9 +132,7 @@ class _Weighed(Plan):
         first, *_ = seats.values()
         self._by, self._costs, self._seats, self._rows, self._paid = by, costs, seats, rows, paid
         self._price = by.rate(pace) * rows / costs.plain
-        self.shares = (
-            rows**SHARED if first.by_row else 1.0
-        )  # plain rounds of the reserve in one here
+        self.shares = rows**SHARED if first.by_row else 1.0  # plain rounds of the reserve in one
         self._budget = min(pace.reserve / self.shares, pace.budget) * costs.plain
         self._apart = costs.packed and rows > 1  # each row's tokens make the pass wider
         rides = costs.prefill is not None and any(seat.rides for seat in seats.values())
@@ -160,9 +158,7 @@ class _Weighed(Plan):
                     reserve -= seat.unread * costs.reading / costs.plain
                     self.most[i] = by.high
         begun = [i for i, most in self.most.items() if most]
-        self._loss = step + self._added(
-            1, len(begun)
-        )  # of the round if nothing is kept, in seconds
+        self._loss = step + self._added(1, len(begun))  # seconds of the round if nothing is kept
         if begun and first.blind:
             self._foresee(begun)
 

@@ -338,10 +338,8 @@ class Sweep:
                 raise SettingError("the texts end within a round; give prompts with longer answers")
             speedup, wall = map(geometric, np.stack(ratios, 1))
             done = [one.completion.stats for one in own]
-            tokens, rounds = (
-                sum(stats.tokens for stats in done),
-                sum(stats.rounds for stats in done),
-            )
+            tokens = sum(stats.tokens for stats in done)
+            rounds = sum(stats.rounds for stats in done)
             out[setting] = {
                 "predicted": round(search.score(setting), 4),
                 "speedup": speedup,  # on one CPU thread by its own time, else by the wall

@@ -79,7 +79,7 @@ LARGEST_PACKED = 1 << 30
 SMALLEST_WIDE = 24 << 20  # bytes of weights from which a model is not small
 WANTED = 128
 """Passes that a graph for exactly so many tokens would have taken, after which it is made. One of
-SmolLM2 takes two seconds of CPU time and 0.13 GB, and saves each pass a few of its 16 ms: in a
+SmolLM2 takes two seconds of CPU time and 0.17 GB, and saves each pass a few of its 16 ms: in a
 process that writes 96 tokens, or 400, none pays for itself."""
 STEP = 8
 """Tokens to whose multiples passes of an open graph are padded while that is worth it: in front of
@@ -426,11 +426,9 @@ class Forms:
     def _prepare_wants(self, facts: Facts, alone: Sequence[int], shared: Sequence[int]) -> None:
         """Of forms that are made when passes want them: `alone` are made by `finish`, too."""
         self._text = (texts(facts.vocab_size, facts.limit)[1] * 2)[: facts.limit]
-        self._first, self._wants = (
-            set(alone),
-            ((*alone, *(n for n in WIDER if n in shared)), shared),
-        )
-        """Tokens of those, and of all that passes of one row, and of several, may want."""
+        self._first = set(alone)
+        self._wants = (*alone, *(n for n in WIDER if n in shared)), shared
+        """Sizes that passes of one row, and of several, may want."""
         unknown = (n for n in (*alone, *shared) if self._known(n) is not False)
         self._lacking = {n for n in unknown if n < len(self._text) - 2}
         self._room = LARGEST_PACKED // (weighed(facts) or 1)  # how many may be made
