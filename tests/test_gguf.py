@@ -32,7 +32,7 @@ from forerun.runtime.preview import _gguf, preview
 pytest.importorskip("gguf", reason="needs the package gguf: pip install 'forerun[gguf]'")
 pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
 
-from forerun.runtime.openvino import blocks, forms, load
+from forerun.runtime.openvino import blocks, forms, load, making
 from forerun.runtime.openvino import gguf as reading
 from forerun.runtime.openvino.blocks import rounds_inputs
 from forerun.runtime.openvino.executor import OpenVINOExecutor
@@ -199,11 +199,11 @@ def test_attention_of_blocks_is_in_bfloat16_and_the_same_at_every_width(
 
 
 def test_a_row_of_the_whole_context(file: Path) -> None:
-    executor = from_name(file, threads=1)
-    ids = (IDS * 4)[:LIMIT]
-    executor.run([0], [ids[:-1]], [0])
+    ids, parsed = (IDS * 4)[:LIMIT], read(file)
     for least in (1, 2):
-        executor.pad(least)
+        graph = attach(reading.graph_of(parsed))
+        executor = OpenVINOExecutor(graph, parsed.facts(), 1, least=least)
+        executor.run([0], [ids[:-1]], [0])
         last = executor.run([LIMIT - 1], [ids[-1:]], [1])
         assert last.shape == (1, 1, len(TOKENS))
         assert last.isfinite().all()
@@ -244,7 +244,7 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
     assert list(request._bound["subsequence_begins"][0]) == list(range(0, 14, 2))
     for start in (executor, again):
         start.finish()
-        assert [start._forms.fitting([n]).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
+        assert [start._maker.fitting([n]).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
 
 
 @rounding
@@ -299,12 +299,12 @@ def test_graphs_for_exactly_so_many_tokens_are_made_when_passes_want_them(
         executor.run([0], [IDS[:9]], [0])
     for size in (1, 5, 8, 16):
         wanted = last(first, size)
-        for _ in range(forms.WANTED):
-            assert again._forms._there(max(size, 2)).tokens == 0
+        for _ in range(making.WANTED):
+            assert again._forms.fitting(max(size, 2)).tokens == 0
             assert np.array_equal(last(again, size), wanted)
-        forms.BEHIND.submit(int).result()  # what was asked for before is there
+        making.BEHIND.submit(int).result()  # what was asked for before is there
         assert np.array_equal(last(again, size), wanted)
-        assert again._forms.fitting([size]).tokens == max(size, 2)
+        assert again._maker.fitting([size]).tokens == max(size, 2)
     assert again.finished
 
 
@@ -315,15 +315,15 @@ def test_rows_that_share_passes_have_graphs_of_their_own(
     """Padded for attention alone; as many as there is room for."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     wanted, executor = (from_name(file, threads=1) for _ in range(2))
-    monkeypatch.setattr(forms, "WANTED", 2)
-    executor._forms._room = 3
-    monkeypatch.setattr(wanted._forms, "fitting", lambda _: wanted._forms.open)
-    executor._forms._wanted.clear()  # of passes at the load
+    monkeypatch.setattr(making, "WANTED", 2)
+    executor._maker._room = 3
+    monkeypatch.setattr(wanted._maker, "fitting", lambda _: wanted._forms.open)
+    executor._maker._wanted.clear()  # of passes at the load
     sizes = [1, 1, 1, 1], [3, 0, 4, 1], [9, 1, 1, 12]
     for used, counts in zip((4, 8, 24), sizes, strict=True):
         for again in range(4):
             if again == 2:
-                forms.BEHIND.submit(int).result()
+                making.BEHIND.submit(int).result()
             seen = []
             for own in (wanted, executor):
                 own.keep([], [])
@@ -331,13 +331,13 @@ def test_rows_that_share_passes_have_graphs_of_their_own(
                 pieces = [IDS[15 + row :][:n] for row, n in enumerate(counts)]
                 seen.append(own.run([15] * 4, pieces, counts))
             assert torch.equal(*seen), "in every logit"
-            there = executor._forms._there(sum(counts), several=True).tokens
+            there = executor._forms.fitting(sum(counts), several=True).tokens
             assert there == (used if again > 1 else 0)
-    assert executor._forms._there(1).tokens == 4, "a row alone may use them"
-    assert not executor._forms._lacking
-    assert executor._forms._make is None, "it holds the graph"
-    forms.keep_json("widths", f"{executor._forms._kept}-4", "damaged")
-    assert executor._forms._known(4) is None, "it is compared again"
+    assert executor._forms.fitting(1).tokens == 4, "a row alone may use them"
+    assert not executor._maker._lacking
+    assert executor._maker._make is None, "it holds the graph"
+    making.keep_json("widths", f"{executor._maker._kept}-4", "damaged")
+    assert executor._maker._known(4) is None, "it is compared again"
 
 
 @pytest.mark.parametrize("wrong", [2, 5])
@@ -346,7 +346,7 @@ def test_a_graph_that_computes_something_else_is_never_used(
     wrong: int, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even in the last bit; it is compared once, and not made again."""
-    run, compare = forms.Form.run, forms._equal
+    run, compare = forms.Form.run, making._equal
     compared: list[int] = []
 
     def differing(self: Any, *args: Any) -> Any:
@@ -359,17 +359,17 @@ def test_a_graph_that_computes_something_else_is_never_used(
 
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     monkeypatch.setattr(forms.Form, "run", differing)
-    monkeypatch.setattr(forms, "_equal", counted)
+    monkeypatch.setattr(making, "_equal", counted)
     used = {2: [5] * 5, 5: [2, 2, 0, 0, 0]}[wrong]
     every = {2, 4, 5, 8, 16, 24, 32, 48}
     for lacking in (every, every - {wrong}):
         executor = from_name(file, threads=1)
-        assert executor._forms._lacking == lacking
+        assert executor._maker._lacking == lacking
         whole = executor.run([0], [IDS[:12]], [12])[0]
         executor.keep([0], [7])
         executor.finish()  # while a row is there
         assert executor.finished
-        assert [executor._forms.fitting([n]).tokens for n in range(1, 6)] == used
+        assert [executor._maker.fitting([n]).tokens for n in range(1, 6)] == used
         for size in (1, 2, 5):
             assert torch.equal(executor.run([7], [IDS[7 : 7 + size]], [1])[0, 0], whole[6 + size])
     assert sorted(compared) == [2, 5]

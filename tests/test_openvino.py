@@ -30,7 +30,7 @@ ov = pytest.importorskip("openvino", reason="needs the extra: pip install 'forer
 
 from forerun.runtime import probe as probing  # noqa: E402
 from forerun.runtime.openvino import executor as executing  # noqa: E402
-from forerun.runtime.openvino import forms, nodes, parts, store  # noqa: E402
+from forerun.runtime.openvino import forms, making, nodes, parts, store  # noqa: E402
 from forerun.runtime.openvino import load as loading  # noqa: E402
 from forerun.runtime.openvino.core import core  # noqa: E402
 from forerun.runtime.openvino.executor import OpenVINOExecutor  # noqa: E402
@@ -94,7 +94,7 @@ def alone(model: Any, tokens: list[int]) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of several tokens for tiny models, too."""
-    monkeypatch.setattr(forms, "SMALLEST_WIDE", 0)
+    monkeypatch.setattr(making, "SMALLEST_WIDE", 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -692,7 +692,7 @@ def test_what_cannot_be_compiled_goes_through_open_shapes(
 def test_bfloat16_weights_are_read_as_they_are(
     family: str, tiled: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "has_matrix_units", lambda: tiled)
+    monkeypatch.setattr(making, "has_matrix_units", lambda: tiled)
     sourced = family == "bart"
     model = build_encoder_decoder("bart") if sourced else tiny(family)
     model = model.bfloat16().float()
@@ -771,8 +771,8 @@ def test_weights_that_are_not_bfloat16_stay(model: Any) -> None:
 def test_halved_weights_of_a_large_model(
     monkeypatch: pytest.MonkeyPatch, tied: bool, tiled: bool, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(forms, "LARGEST_COPIES", 1)
-    monkeypatch.setattr(forms, "has_matrix_units", lambda: tiled)
+    monkeypatch.setattr(making, "LARGEST_COPIES", 1)
+    monkeypatch.setattr(making, "has_matrix_units", lambda: tiled)
     tiny("llama", tie_word_embeddings=tied).bfloat16().save_pretrained(tmp_path / "model")
     read = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     exact = alone(read, text := texts(30)[0])
@@ -862,7 +862,7 @@ def test_copies_of_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         lazy: bool = False,
     ) -> tuple[list[int], list[int]]:
         facts = Facts(vocab_size=8, limit=8, weights=weights, precision=precision)
-        return forms.sizes(facts, halved, tiled, lazy)
+        return making.sizes(facts, halved, tiled, lazy)
 
     million = 1 << 20
     every = [1, 5, 8], [12, 16]
@@ -915,10 +915,10 @@ def test_passes_of_large_weights_put_them_into_huge_pages(
     model: Any, monkeypatch: pytest.MonkeyPatch, least: int, joined: int
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(forms, "SMALLEST_JOINED", least)
-    monkeypatch.setattr(forms, "join_pages", lambda: calls.append(1))
+    monkeypatch.setattr(making, "SMALLEST_JOINED", least)
+    monkeypatch.setattr(making, "join_pages", lambda: calls.append(1))
     executor = from_model(model, cached=False)
-    for _ in range(2 * forms.WANTED):
+    for _ in range(2 * making.WANTED):
         executor.run([0], [[1]], [1])
     for thread in threading.enumerate():
         if thread.name == "pages":

@@ -158,15 +158,15 @@ def of_halved(family: str, large: bool = False, tiled: bool = False) -> Case:
     """Of weights that are bfloat16 numbers; a large model has them in no other form. Tiled, wide
     passes multiply in parts, on whatever this CPU has."""
     pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
-    from forerun.runtime.openvino import forms
+    from forerun.runtime.openvino import making
     from forerun.runtime.openvino.load import from_model
 
     def make(model: Any) -> Executor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forms, "has_matrix_units", lambda: tiled)
-            patch.setattr(forms, "SMALLEST_WIDE", 0)
+            patch.setattr(making, "has_matrix_units", lambda: tiled)
+            patch.setattr(making, "SMALLEST_WIDE", 0)
             if large:
-                patch.setattr(forms, "LARGEST_COPIES", 1)
+                patch.setattr(making, "LARGEST_COPIES", 1)
             executor = from_model(model, cached=False)
         assert 4 in executor.levels or not large
         return executor

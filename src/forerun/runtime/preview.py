@@ -81,7 +81,7 @@ def _memory(file: gguf.GGUF, facts: Facts) -> str:
     """What OpenVINO needs: packed weights and their scales in float32 in every graph; while they
     are packed, the file as well. Embeddings are read where the file has them."""
     from forerun.runtime.openvino.blocks import rounds_inputs
-    from forerun.runtime.openvino.forms import LARGEST_PACKED, is_packed, sizes, weighed
+    from forerun.runtime.openvino.making import LARGEST_PACKED, is_packed, sizes, weighed
 
     sized = {tensor.name: prod(tensor.shape) for tensor in file.tensors}
     products = sum(

@@ -20,7 +20,8 @@ from forerun.runtime.attention import Parents
 from forerun.runtime.base import LOGITS, Best, Columns, Executor, Facts, Pieces
 from forerun.runtime.openvino.blocks import GROUP
 from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.forms import HALVED, Forms, spans
+from forerun.runtime.openvino.forms import HALVED, spans
+from forerun.runtime.openvino.making import Maker
 from forerun.runtime.openvino.nodes import BLOCK, lookup, tap
 from forerun.runtime.openvino.pool import Pool
 from forerun.runtime.openvino.store import let_go
@@ -64,7 +65,8 @@ class OpenVINOExecutor(Executor):
         threads: of OpenVINO; None: as many as torch has.
         group: of inputs that share a scale; None: that of `GROUPS`.
         again: makes such a graph anew, for `tap`; None: this one is kept.
-        least: tokens that a row of a pass is padded to; see `pad`.
+        least: tokens that a row of a pass is padded to, and whose logits are had; results stay as
+            they are.
         lazy: make graphs for exactly so many tokens when they are wanted, and use them if they
             compute the same to the last bit, which is kept under this name ("": not); None: all are
             made at once.
@@ -111,11 +113,11 @@ class OpenVINOExecutor(Executor):
         if self._narrow:
             options |= NARROW
         settle = None if self._lazy is None else self.settle
-        self._forms = Forms(
+        self._maker = Maker(
             graph, self.facts, options, self._least, settle, self._lazy or "", self._narrow
         )
-        self.trees = self._forms.open.trees and not self._forms.most_split
-        self.pad(self._least)
+        self._forms, self.levels = self._maker.forms, self._maker.levels
+        self.trees = self._forms.open.trees and not self._maker.most_split
         self.pool = Pool(self._forms.open.ports(), FIRST_BLOCKS, self._forms.bind)
         token_bytes = self.pool.nbytes // (self.pool.total * BLOCK)
         self.facts = replace(self.facts, token_bytes=token_bytes)
@@ -126,18 +128,18 @@ class OpenVINOExecutor(Executor):
 
     @property
     def finished(self) -> bool:
-        return self._forms.finished
+        return self._maker.finished
 
     def finish(self) -> None:
         """Compile those for exactly so many tokens that passes have not wanted yet."""
-        self._forms.finish()
+        self._maker.finish()
 
     def tap(self, depths: Sequence[int]) -> States:
         """By an output more of the graphs, which are compiled anew; there must be no rows."""
         if self.states is None or self.states.depths != tuple(depths):
             graph = self._again()
             width = tap(graph, depths)
-            del self._forms, self.pool  # before as much is taken again
+            del self._maker, self._forms, self.pool  # before as much is taken again
             self._compile(graph)
             self.warm()
             self.settle()
@@ -149,12 +151,6 @@ class OpenVINOExecutor(Executor):
         part = core().compile_model(lookup(self._again()), "CPU")
         table = part(np.arange(self.facts.vocab_size)[:, None])[0]
         return torch.from_numpy(table.reshape(self.facts.vocab_size, -1).copy())
-
-    def pad(self, least: int) -> None:
-        """Feed no row fewer tokens, and want the logits of no fewer; results stay as they are."""
-        self._least = least
-        self._forms.pad(least)
-        self.levels = self._forms.levels
 
     def warm(self) -> None:
         """Take the first pass of each graph, which takes several times as long as later ones, and
@@ -170,7 +166,7 @@ class OpenVINOExecutor(Executor):
     def reserve(self, rows: int, columns: int) -> None:
         self.pool.reserve(rows, columns)
         if rows > 1:
-            self._forms.share()
+            self._maker.share()
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         self.pool.keep(rows, lengths)
@@ -262,11 +258,11 @@ class OpenVINOExecutor(Executor):
         counts = [len(piece) for piece in pieces]
         if not (size := sum(counts)):
             return np.empty((0, self.facts.vocab_size), np.float32)
-        if HALVED < size <= self._forms.most_split:
+        if HALVED < size <= self._maker.most_split:
             return self._in_parts(starts, pieces, wanted)
-        fed = self._forms.fed(counts)
+        fed = self._forms.open.fed(counts)
         ends = list(map(add, starts, fed))
-        form = self._forms.fitting(counts)
+        form = self._maker.fitting(counts)
         last = max(row for row, count in enumerate(counts) if count)
         room = self.facts.limit - ends[last]
         if (more := form.more(counts, room)) > room:

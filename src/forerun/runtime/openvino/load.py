@@ -24,7 +24,7 @@ from forerun.runtime.openvino import store
 from forerun.runtime.openvino.blocks import GROUP, rounds_inputs
 from forerun.runtime.openvino.core import reason
 from forerun.runtime.openvino.executor import GROUPS, PRECISIONS, OpenVINOExecutor, settings
-from forerun.runtime.openvino.forms import is_packed
+from forerun.runtime.openvino.making import is_packed
 from forerun.runtime.openvino.nodes import TREES, attach, tap
 from forerun.runtime.openvino.parts import narrows
 from forerun.runtime.openvino.weights import hold
