@@ -564,8 +564,9 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         Eagle(path).build(torch_rows(build("llama", vocab_size=50)), None)
     with pytest.raises(SettingError, match="names no depths"):
         Eagle(saved(tmp_path / "deep", settings={})).build(rows, None)
-    with pytest.raises(SettingError, match="depths must rise from 1 to at most the target's 3"):
-        Eagle(saved(tmp_path / "deep", settings={"depths": [1, 4]})).build(rows, None)
+    deep = saved(tmp_path / "deep", settings={"depths": [1, 4]}, trained={"target_name": "large"})
+    with pytest.raises(SettingError, match=r"target's 3 .* was trained for the target 'large'$"):
+        Eagle(deep).build(rows, None)
     with pytest.raises(ModelError, match="for the drafter 'medusa', not 'eagle'"):
         Eagle(saved(tmp_path / "kind", kind="medusa")).build(rows, None)
     (tmp_path / "good" / WEIGHTS).write_text("x")

@@ -223,6 +223,28 @@ def test_what_differs_between_two_tokenizers() -> None:
     assert "ids 91 … in the target and 90, 91 … in the draft from place 0" in why
 
 
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ("medusa", "none comes with this one; make one with forerun train-draft medusa"),
+        ("memory+kangaroo", "none comes with this one; make one with forerun train-draft kangaroo"),
+        ("eagle3", "none comes with this one"),
+        ("block", "states of the target's encoder, and this target has none"),
+        ("mtp", "is a GGUF file, of which none is read"),
+        ("medusa(path='nowhere')", "'nowhere' holds no draft: draft.json is missing"),
+        (f"kangaroo(path='{zoo.TARGET / 'medusa'}')", "for the drafter 'medusa', not 'kangaroo'"),
+        ("eagle3(path='nowhere')", "'nowhere' holds no head: config.json is missing"),
+    ],
+)
+def test_what_no_gguf_file_can_have_is_refused_before_it_is_loaded(
+    draft: str, message: str, tmp_path: Path
+) -> None:
+    """Nothing could be loaded of this one."""
+    (tmp_path / "empty.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ForerunError, match=message):
+        forerun.load(tmp_path / "empty.gguf", draft)
+
+
 def test_specbound_without_trained_heads_says_what_it_needs() -> None:
     rows = torch_rows(build("llama"))
     with pytest.warns(ForerunWarning, match="forerun train-draft exits trains them"):

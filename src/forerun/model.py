@@ -340,6 +340,7 @@ def load(
     runs = RUNTIMES.make(runtime or ("torch" if spec.on_torch else default_runtime()))
     spec = _running(spec, runs, trust_remote_code)
     where = zoo.locate(target)
+    spec.check_target(where)
     if zoo.is_shipped(target) and dtype is None and resolve_device(device) == "cpu":
         dtype = "float32"
     rows = runs.load(Source(where, device, dtype, trust_remote_code, depths=spec.depths(where)))

@@ -106,10 +106,13 @@ def test_a_conversation_with_a_tool(caller):
         ({"prompt": {"id": "p"}}, 501, "prompt"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, 501, "input"),
         ({"tools": [{"type": "web_search"}]}, 501, "tools"),
-        ({"input": [{"role": "nobody", "content": "x"}]}, 400, "messages"),
+        ({"input": [{"role": "nobody", "content": "x"}]}, 400, "input"),
+        ({"input": []}, 400, "input"),
+        ({"input": [{"type": "reasoning"}]}, 400, "input"),
+        ({"text": {"format": {"type": "nonsense"}}}, 400, "text"),
         ({"temprature": 1}, 400, "temprature"),
         ({"metadata": {"a": float("nan")}}, 400, "metadata"),
-        ({"instructions": "\ud800"}, 400, "messages"),
+        ({"instructions": "\ud800"}, 400, "input"),
         ({"store": True, "truncation": "disabled", "include": []}, 200, None),
     ],
 )
@@ -119,6 +122,7 @@ def test_what_is_not_kept_is_named(shipped, body, status, field):
     assert answer.status_code == status, answer.text
     error = answer.json().get("error")
     assert (error and error["param"]) == field
+    assert "messages" not in answer.text
 
 
 def test_an_error_in_a_stream_is_an_event():

@@ -106,7 +106,7 @@ def train_draft(
     if draft.step < settings.steps:
         keep(draft, records(), out, CHECKPOINT, until=settings.steps)
     measured = draft.agreement(unseen)
-    about = draft.export(out, len(learnt), measured)
+    about = draft.export(out, len(learnt), measured, models.target or "shipped")
     if as_json:
         print_json({"schema": SCHEMA, "complete": draft.step >= settings.steps, "draft": str(out),
                     "kind": about.kind, **about.settings, **about.trained})  # fmt: skip

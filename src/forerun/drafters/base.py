@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from forerun.checks import Named, check
 from forerun.errors import SettingError
+from forerun.runtime import gguf
+from forerun.runtime.drafts import no_encoder, own_draft, read_about
 from forerun.types import Array, Stop, Token
 
 if TYPE_CHECKING:
@@ -308,6 +310,9 @@ class DrafterSpec(ABC):
         is loaded to leave them need not be compiled again."""
         return ()
 
+    def check_target(self, target: str | Path) -> None:
+        """Refuse a target before it is loaded, where its name tells; raises as `build`."""
+
     @abstractmethod
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """Make the drafter for a target and its tokenizer (or None).
@@ -328,13 +333,24 @@ class TrainedDraft(DrafterSpec):
             drafter's name in the target's own, as the shipped ones have it.
     """
 
+    on_encoder: ClassVar[bool] = False  # whether it decodes on the target's encoder
     path: Annotated[str, Named("a folder of forerun train-draft, or none")] | None = None
 
-    def folder(self, target: Rows) -> str:
-        """Where it is; `SettingError` if there is none."""
-        from forerun.runtime.drafts import own_draft
+    def check_target(self, target: str | Path) -> None:
+        """A GGUF file brings no folder and has no encoder; what is named must be there."""
+        file = gguf.locate(target)
+        if file and self.on_encoder:
+            raise no_encoder(self.kind)
+        if file or self.path:
+            self.check_folder(self.folder(target))
 
-        if (folder := self.path or own_draft(target.facts.name, self.kind)) is None:
+    def check_folder(self, folder: str) -> None:
+        """Refuse a folder that holds no draft of the kind: raises `ModelError`."""
+        read_about(folder, self.kind)
+
+    def folder(self, target: str | Path) -> str:
+        """Where it is; `SettingError` if none is named and none comes with the target."""
+        if (folder := self.path or own_draft(target, self.kind)) is None:
             raise SettingError(
                 f"drafter {self.kind} needs a draft that was trained for its target, and none "
                 f"comes with this one; make one with forerun train-draft {self.kind}, and name its "

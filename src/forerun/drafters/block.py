@@ -86,7 +86,11 @@ class BlockDraft(TrainedDraft):
 
     width: Count | None = None
 
+    on_encoder = True
+
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        made, most = load_graft(model_of(target, self.kind), self.folder(target), self.kind)
+        made, most = load_graft(
+            model_of(target, self.kind), self.folder(target.facts.name), self.kind
+        )
         width = most if self.width is None else min(self.width, most)
         return BlockDrafter(Rows(target.executor.beside(made)), target.vocab_size, width)

@@ -115,6 +115,9 @@ class Chain(DrafterSpec):
     def depths(self, target: str | Path) -> tuple[int, ...]:
         return self.then.depths(target)
 
+    def check_target(self, target: str | Path) -> None:
+        self.then.check_target(target)
+
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         first = self.first.build(target, target_tokenizer)
         if not isinstance(first, FreeDrafter) or first.hears:

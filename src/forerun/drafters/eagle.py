@@ -19,7 +19,7 @@ from forerun.lazy import torch
 from forerun.runtime import gguf
 from forerun.runtime.attention import Parents
 from forerun.runtime.base import CHUNK, LOGITS, Best, Facts, Rows
-from forerun.runtime.drafts import own_draft, read_about, spread
+from forerun.runtime.drafts import naming_target, own_draft, read_about, spread
 from forerun.runtime.head_file import KIND, HeadWeights, read_head
 from forerun.runtime.states import States
 from forerun.runtime.support import check_decoder_only
@@ -216,6 +216,9 @@ class Eagle(TrainedDraft):
         folder = self.path or known_head(target)
         return () if folder is None else _depths(folder)
 
+    def folder(self, target: str | Path) -> str:
+        return self.path or known_head(target) or super().folder(target)
+
     def build(self, target: Rows, target_tokenizer: Any) -> EagleDrafter:
         """The drafter, on the target's states.
 
@@ -227,8 +230,9 @@ class Eagle(TrainedDraft):
         path = self.path or own_draft(target.facts.name, KIND)
         if path is None and hasattr(target_tokenizer, "get_vocab"):
             path = shipped_head(target.facts.identity, tokens_of(target_tokenizer))
-        folder = path or self.folder(target)
-        states = target.executor.tap(_depths(folder))
+        folder = path or self.folder(target.facts.name)
+        with naming_target(folder):
+            states = target.executor.tap(_depths(folder))
         model = target.executor.module()
         if target.facts.executor == "openvino":
             own = read_head(folder, states.width, model, target.vocab_size)

@@ -10,7 +10,7 @@ from forerun.checks import Count, Share
 from forerun.drafters.base import Drafter, Proposal, Step, StepContext, Texts, TrainedDraft
 from forerun.drafters.specbound import SpecBoundDrafter
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import fill, read_about
+from forerun.runtime.drafts import fill, naming_target, read_about
 from forerun.runtime.exits import Adapter, LayersExecutor, layers_of
 from forerun.runtime.heads import ExitHeads
 from forerun.runtime.layers import LayerAccess
@@ -81,9 +81,10 @@ class Kangaroo(TrainedDraft):
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         """With a runtime of its own around the target's model (`Drafter.target`)."""
-        model, folder = model_on_torch(target, self.kind), self.folder(target)
+        model, folder = model_on_torch(target, self.kind), self.folder(target.facts.name)
         depth = int(read_about(folder, self.kind).settings.get("layers", 0))
-        adapter = Adapter(LayerAccess(model), depth)
+        with naming_target(folder):
+            adapter = Adapter(LayerAccess(model), depth)
         fill(dict(adapter.named_parameters()), folder, self.kind, model)
         rows = Rows(LayersExecutor(model, pack(adapter.to(model.device, model.dtype))))
         return KangarooDrafter(rows, self.threshold, self.most, self.keep)

@@ -78,6 +78,6 @@ class Medusa(TrainedDraft):
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         model = model_on_torch(target, MEDUSA)
-        heads = load_medusa(model, self.folder(target))
+        heads = load_medusa(model, self.folder(target.facts.name))
         count = heads.count if self.heads is None else min(self.heads, heads.count)
         return MedusaDrafter(target, LayerAccess(model), heads, count)

@@ -1,12 +1,15 @@
 """`mtp`: a layer that the target's own checkpoint brings for it drafts (MTP)."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from forerun.drafters.base import Drafter, DrafterSpec
 from forerun.drafters.eagle import EagleDrafter
+from forerun.errors import SettingError
+from forerun.runtime import gguf
 from forerun.runtime.base import Rows
 from forerun.runtime.eagle import MtpHead
 from forerun.runtime.support import model_on_torch
@@ -21,6 +24,13 @@ class MTP(DrafterSpec):
     """
 
     on_torch = True
+
+    def check_target(self, target: str | Path) -> None:
+        if gguf.locate(target):
+            raise SettingError(
+                f"drafter mtp runs a layer that a checkpoint brings for it, and {str(target)!r} is "
+                "a GGUF file, of which none is read; use a head (eagle), memory or a draft model"
+            )
 
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
         head = MtpHead(model_on_torch(target, "mtp"))

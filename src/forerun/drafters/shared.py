@@ -17,6 +17,8 @@ class SharedDraft(TrainedDraft):
     the shared encoders of Gandhi et al. 2023 (distil-Whisper) [gandhi2023].
     """
 
+    on_encoder = True
+
     def build(self, target: Rows, target_tokenizer: Any) -> Drafter:
-        made, _ = load_graft(model_of(target, self.kind), self.folder(target), self.kind)
+        made, _ = load_graft(model_of(target, self.kind), self.folder(target.facts.name), self.kind)
         return ModelDrafter(Rows(target.executor.beside(made)), target.vocab_size)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from forerun.arrays import copied, library
 from forerun.cache import replacing, write_json
-from forerun.errors import ForerunWarning, ModelError, first_line
+from forerun.errors import ForerunWarning, ModelError, SettingError, first_line
 from forerun.lazy import torch
 from forerun.types import Array
 
@@ -109,7 +110,8 @@ def load_draft(
     about = read_about(folder, kind)
     tensors = widened(read_tensors(folder, [Path(folder).expanduser() / WEIGHTS], host))
     try:
-        wanted = shapes(about, tensors)
+        with naming_target(folder):
+            wanted = shapes(about, tensors)
     except (ValueError, KeyError, TypeError) as error:
         why = first_line(error)
         raise ModelError(f"cannot read the weights in {str(folder)!r}: {why}") from error
@@ -166,8 +168,32 @@ def check_shapes(folder: str | Path, own: Tensors, wanted: Mapping[str, object])
         raise ModelError(
             f"the draft in {str(folder)!r} does not fit this target: {first} is "
             f"{shapes.get(first, 'missing')}, wanted {wanted.get(first, 'none')}; it was trained "
-            "for another one"
+            f"for {_target_named(folder) or 'another one'}"
         )
+
+
+@contextmanager
+def naming_target(folder: str | Path) -> Iterator[None]:
+    """Say of a `SettingError` for which target the draft in a folder was trained, if it says."""
+    try:
+        yield
+    except SettingError as error:
+        name = _target_named(folder)
+        whose = f"; the draft in {str(folder)!r} was trained for {name}" if name else ""
+        raise SettingError(f"{error}{whose}") from error
+
+
+def _target_named(folder: str | Path) -> str:
+    """The target that the draft in a folder was trained for, as messages say it, if known."""
+    for file in (ABOUT, "config.json"):
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            about = json.loads(Path(folder, file).expanduser().read_text(encoding="utf-8"))
+            trained = about.get("trained") or {}
+            if name := trained.get("target_name"):
+                return f"the target {name!r}"
+            if known := about.get("target") or trained.get("target"):
+                return f"the target of the fingerprint {known}"
+    return ""
 
 
 def fill(own: Mapping[str, torch.Tensor], folder: str | Path, kind: str, model: Any) -> None:
@@ -208,6 +234,14 @@ def widened(tensors: Mapping[str, Array]) -> Tensors:
         for name, tensor in tensors.items()
         if not name.endswith(SCALE)
     }
+
+
+def no_encoder(drafter: str) -> SettingError:
+    """Why a drafter on the target's encoder is refused where there is none."""
+    return SettingError(
+        f"drafter {drafter} decodes on the states of the target's encoder, and this target "
+        "has none; use a draft model or lookup"
+    )
 
 
 def own_draft(target: str | Path, kind: str) -> str | None:

@@ -12,7 +12,14 @@ from torch import nn
 from forerun.cache import write_json
 from forerun.errors import ModelError, SettingError
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import check_shapes, read_tensors, shapes_of, widened, write_tensors
+from forerun.runtime.drafts import (
+    check_shapes,
+    naming_target,
+    read_tensors,
+    shapes_of,
+    widened,
+    write_tensors,
+)
 from forerun.runtime.eagle import EagleHead, HeadForm, Norm, StateHead, rms
 from forerun.runtime.head_file import CONFIG, FLAGS, WHOLE
 from forerun.runtime.load import read_json
@@ -107,7 +114,8 @@ def load_head(folder: str, target: Rows) -> tuple[States, Eagle3Head, torch.Tens
     `ModelError` if it is damaged, another target's, or of a form that is not read, which is named.
     """
     config = read_json(Path(folder, CONFIG).expanduser())
-    states = target.executor.tap(depths_of(config, target.facts.layers))
+    with naming_target(folder):
+        states = target.executor.tap(depths_of(config, target.facts.layers))
     form, flags = _form(folder, config)
     tensors = _tensors(folder)
     vocab = target.vocab_size

@@ -13,7 +13,7 @@ import torch
 
 from forerun.errors import SettingError, UnsupportedModelError
 from forerun.runtime.base import Rows
-from forerun.runtime.drafts import fill, read_about
+from forerun.runtime.drafts import fill, no_encoder, read_about
 
 
 class Extended(torch.nn.Module):
@@ -119,8 +119,5 @@ def model_of(target: Rows, drafter: str) -> Any:
     """The target's model, which must have an encoder (else `SettingError`)."""
     model = target.executor.module()
     if model is None or target.facts.source_limit is None:
-        raise SettingError(
-            f"drafter {drafter} decodes on the states of the target's encoder, and this target "
-            "has none; use a draft model or lookup"
-        )
+        raise no_encoder(drafter)
     return model

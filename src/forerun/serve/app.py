@@ -35,7 +35,7 @@ from forerun.serve.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from forerun.serve.responses import ResponseAnswer, ResponseRequest
+from forerun.serve.responses import NAMES, ResponseAnswer, ResponseRequest
 from forerun.serve.streaming import EventStream, Gone, dumps, with_client
 from forerun.serve.structure import Structures
 from forerun.serve.texts import Texts
@@ -280,7 +280,12 @@ def _generation(app: FastAPI, server: Server) -> None:
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answer the last item of a conversation; nothing of it is kept."""
         server.check_model(body.model)
-        return await server.generate(request, await server.plan_chat(body.chat()), body)
+        try:
+            plan = await server.plan_chat(body.chat())
+        except ApiError as error:
+            error.param = NAMES.get(error.param or "", error.param)
+            raise
+        return await server.generate(request, plan, body)
 
     @app.get("/v1/models", responses=ERRORS)
     async def models() -> dict[str, Any]:

@@ -15,6 +15,13 @@ from forerun.serve.streaming import dumps
 from forerun.serve.tools import Call
 
 NEEDLESS = frozenset({"reasoning.encrypted_content"})  # `include` may name it: there is none
+NAMES: dict[int | str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+}
+"""What fields of a chat request are called here."""
 
 
 class ResponseRequest(Generation):
@@ -67,7 +74,13 @@ class ResponseRequest(Generation):
         try:
             return ChatRequest(**given)
         except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
+            problems = [p | {"loc": _named(*p["loc"])} for p in error.errors()]
+            raise RequestValidationError(problems) from error
+
+
+def _named(field: int | str, *rest: int | str) -> tuple[int | str, ...]:
+    """Where a problem of the chat request is in the response's; turns are not counted alike."""
+    return NAMES.get(field, field), *(rest[1:] if field == "messages" else rest)
 
 
 def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -183,9 +183,10 @@ class Training(ABC, Generic[T]):
         digest = hashlib.sha256(ids.encode()).hexdigest()[:16]
         return {"target": self.identity, "tokens": digest, **how}
 
-    def export(self, folder: Path, texts: int, measured: dict[str, Any]) -> About:
-        """Write the draft as it is, with what was measured of it."""
+    def export(self, folder: Path, texts: int, measured: dict[str, Any], target: str = "") -> About:
+        """Write the draft as it is, with what was measured of it and its target's name."""
         trained = {
+            "target_name": target,
             "steps": self.step,
             "tokens": self.tokens,
             "texts": texts,

@@ -199,7 +199,7 @@ class _Loading:
         graph, width = attach(stored.graph), 0
         known, keep = False, None
         if facts.source_limit is None:
-            if self.depths:
+            if self.depths and max(self.depths) <= facts.layers:  # else its draft is refused
                 width = tap(graph, self.depths)
             executor, known, keep = self._compiled(graph, facts, entry)
         else:
