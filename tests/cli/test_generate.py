@@ -339,7 +339,8 @@ def test_context_full_is_a_result(generate):
         (["x", "-o", "file"], 2, "add --jsonl"),
         (["x", "--jsonl", "-o", "/no/folder/file"], 2, "there is no folder"),
         (["a\udcff"], 1, "half a character"),
-        (["a\0b"], 2, "a NUL character"),
+        (["a\0b"], 2, "NUL or half a character"),
+        (["\ud800"], 2, "NUL or half a character"),
     ],
 )
 def test_mistakes_are_one_line(generate, argv, code, words):

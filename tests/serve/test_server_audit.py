@@ -96,8 +96,9 @@ def test_a_server_with_another_text(shipped, tmp_path):
 
 
 def test_servers_that_cannot_be_audited(shipped):
-    with pytest.raises(SettingError, match="cannot be read"):
-        _ = OpenAIServer("http://127.0.0.1:9").model
+    for url in ("http://127.0.0.1:9", "127.0.0.1:9/v1", "ftp:/x", "x://y", "[", "a:b"):
+        with pytest.raises(SettingError, match="/v1/models cannot be read"):
+            _ = OpenAIServer(url).model
     with pytest.raises(SettingError, match="answered 400"):
         OpenAIServer(shipped.url).write("", 3)
     foreign = OpenAIServer(shipped.url)

@@ -3,6 +3,7 @@
 Help of all commands needs none of them: their lines are in `COMMANDS`.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -136,8 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> Any:
         words = sys.argv[1:] if argv is None else list(argv)
-        if any("\0" in word for word in words):
-            raise SettingError("an argument holds a NUL character; no name or text may")
+        if any(re.search("[\0\ud800-\udc7f\udd00-\udfff]", word) for word in words):
+            raise SettingError("an argument holds NUL or half a character; no name or text may")
         return commands()(args=words, standalone_mode=False, prog_name="forerun")
 
     return guarded(command, _flags)

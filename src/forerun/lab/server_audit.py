@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from http.client import HTTPException
 from typing import Any, Literal
 
 from forerun.engine.text import common
@@ -61,11 +62,12 @@ class ServerComparison:
 
 
 class OpenAIServer:
-    """A server's base URL, with or without `/v1`, and what every request to it says: a key, sent as
-    a bearer token, and fields in each body."""
+    """A server's base URL, with or without `http://` and `/v1`, and what every request to it says:
+    a key, sent as a bearer token, and fields in each body."""
 
     def __init__(self, url: str, key: str | None = None, fields: Any = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        address = url if "://" in url else f"http://{url}"
+        self.url = address.rstrip("/").removesuffix("/v1") + "/v1"
         self._headers = {"content-type": "application/json"}
         if key:
             self._headers["authorization"] = f"Bearer {key}"
@@ -101,14 +103,14 @@ class OpenAIServer:
 
     def _call(self, path: str, body: Any = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, self._headers)
         try:
+            request = urllib.request.Request(self.url + path, data, self._headers)
             with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
                 return dict(json.load(answer))
         except urllib.error.HTTPError as error:
             text = error.read(500).decode(errors="replace").strip()
             raise SettingError(f"{self.url}{path} answered {error.code}: {text}") from error
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, HTTPException, TypeError, ValueError) as error:
             raise SettingError(f"{self.url}{path} cannot be read: {error}") from error
 
 
