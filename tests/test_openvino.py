@@ -62,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": WINDOW},
     "gpt2": {},
     "gpt_neox": {"num_key_value_heads": 4},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "opt": {"num_key_value_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32},
     "granite": {},
     "olmo2": {},
     "smollm3": {},
