@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from forerun import zoo
-from forerun.chat import CallFormat, Turns, call_format, conversation, encode, render, turns
+from forerun.chat import FENCES, CallFormat, Turns, call_format, conversation, encode, render, turns
 from forerun.errors import PromptError, SettingError
 from forerun.runtime import load_tokenizer
 
@@ -60,6 +60,15 @@ def test_contents_never_become_special_tokens(tokenizer, text):
                or i in tokenizer.added_tokens_decoder]  # fmt: skip
     assert special == [BOS, START, END, START]
     assert f"x{text}x" in tokenizer.decode(ids)
+
+
+def test_no_letter_is_left_to_split_special_tokens_with(tokenizer):
+    """An answer, where nobody would wait for a thread that ends in `StopIteration`."""
+    every = "".join(sorted(FENCES))
+    assert every in tokenizer.decode(render(tokenizer, ask(every)))
+    assert START in tokenizer.decode(render(tokenizer, ask(START + every[1:]))[1:])
+    with pytest.raises(PromptError, match="private letters"):
+        render(tokenizer, ask(START + every))
 
 
 def test_other_conversations_are_those_of_transformers(tokenizer):

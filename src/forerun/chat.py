@@ -15,7 +15,7 @@ OWN = frozenset(
      "add_generation_prompt", "continue_final_message", "documents", "truncation", "padding"}
 )  # fmt: skip
 """Arguments of `apply_chat_template` that are no variables of a template."""
-FENCES = [chr(code) for code in range(0xE000, 0xF8FF)]
+FENCES = frozenset(map(chr, range(0xE000, 0xF8FF)))
 """Letters without a meaning (Unicode's private use area): where a control token is split."""
 _QUESTION, _ANSWER, _NEXT = "First question", "The answer", "Second question"
 """Of a conversation that shows how a template writes turns."""
@@ -137,7 +137,9 @@ class _Fence:
         written = json.dumps(given, ensure_ascii=False, default=str)
         escaped = [json.dumps(name, ensure_ascii=False)[1:-1] for name in self._special]
         self._used = any(name in written for name in escaped)
-        self._letter = next(letter for letter in FENCES if letter not in written)
+        self._letter = min(FENCES - set(written), default="") if self._used else ""
+        if self._used and not self._letter:
+            raise PromptError("a conversation with special tokens' names holds all private letters")
 
     def split(self, given: Any) -> Any:
         """What is given, with split names of special tokens."""

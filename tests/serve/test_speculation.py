@@ -163,6 +163,8 @@ def test_a_prediction_is_drafted_and_changes_no_text(shipped, controller):
     assert rejected > 0
     wrong = shipped.complete(**body, prediction={"type": "content", "content": "No. Never!"})
     assert told_of_prediction(wrong)[0] <= 1
+    long = {"type": "content", "content": "No. Never! " * 20_000}
+    assert shipped.post("/v1/completions", **body, prediction=long).status_code == 400
     for done in (right, near, wrong):
         assert done["choices"][0]["text"] == text
 

@@ -149,6 +149,7 @@ class Planner:
         prediction: Sequence[int] = ()
         predicted, plain = request.prediction, request.speculative is False
         if predicted is not None and not plain and policy.rule.lossless:
+            self._check_length(predicted.text, "prediction")
             prediction = tuple(self._texts.encode(predicted.text, special=False))
         self._check_ids(request, prompts)
         jobs = []
