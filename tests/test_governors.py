@@ -195,7 +195,7 @@ def test_requests_bring_budgets_of_their_own_and_share_the_reserve():
     assert governor.join(used, 0.25).budget == BUDGET / 4
     for left in (0.0, 0.5):  # what is lost of the reserve is not spent again by the next request
         assert governor.join(used._replace(reserve=left * RESERVE), 1.0).budget == left * BUDGET
-    assert 1 <= governor.rate(alone) < governor.rate(used)
+    assert 1 <= governor.rate(alone) < governor.rate(used) < governor.rate(used, rows=4) < 4
 
 
 @pytest.mark.parametrize("cost", slow_but([0.8, 2, 5, 20], (2, 20).__contains__))

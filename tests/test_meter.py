@@ -142,13 +142,25 @@ def test_noise_of_the_clock_is_no_loss_of_drafts():
     """Costs are low quantiles, and the middle of what is timed is above them."""
     drafted, noisy = lap(2, wide=2.4), [lap(plain=1.0), lap(plain=1.4)]
     quiet = [lap(plain=1.0), lap(plain=1.1)]
-    faster = [lap(plain=4.0 * 0.95**n) for n in range(25)]
     for laps, noise in (
-        (faster, 1.0), (quiet * 20, 1.0), (noisy * 3, 1.0), (noisy * 5, 1.4**ABOVE),
+        (quiet * 20, 1.0), (noisy * 3, 1.0), (noisy * 5, 1.4**ABOVE),
         (noisy * 40, 1.2), (quiet * 40, 1.05),
     ):  # fmt: skip
         meter = fed(Meter(3.0, times((1, 0.1)), LEVELS), lap(), lap(2), *laps)
         assert meter.booked(drafted)[0] == pytest.approx(drafted.seconds / noise)
+
+
+def test_what_is_lost_while_passes_are_cold_counts_in_plain_passes_of_the_load():
+    """They get warm later for every draft before."""
+    drafted, faster = lap(2, wide=4.0), [lap(plain=4.0 * 0.95**n) for n in range(25)]
+    meter = fed(Meter(3.0, times((1, 0.1)), LEVELS), lap(), lap(2), *faster)
+    plain = meter.costs(1).verify_seconds(1)
+    assert plain > 1.2
+    assert meter.booked(drafted)[0] == pytest.approx(plain * drafted.seconds)
+    fed(meter, *[lap(plain=2.0)] * STALE)
+    assert meter.booked(drafted)[0] == pytest.approx(drafted.seconds), "the machine is slower"
+    unknown = fed(Meter(3.0), lap(), lap(2), *faster)
+    assert unknown.booked(drafted)[0] == pytest.approx(drafted.seconds)
 
 
 def test_of_a_batch_one_round_that_the_machine_held_up_is_booked_as_others_are():

@@ -159,16 +159,19 @@ class Meter:
         alone the seconds are divided by how far off costs plain rounds are in the middle; of a
         batch, whose rounds are few and long, they are what costs say times how far off rounds with
         a draft are in the middle. Not at first, where passes get faster: there a row alone goes by
-        how far they are from one another.
+        how far they are from one another, and what is slower yet than the load is booked in full.
         """
         if lap.plain and not lap.reading_tokens:
             return None, 0.0
         settled, noise, reading = self._rounds > STALE, 1.0, 0.0
         if lap.rows == 1 and not settled:
             noise = self._samples(1).noise
+            if self._loaded:  # plain passes get warm all the same, later for every draft before
+                load, now = self._times.target_seconds(1, 1), self.costs(1).verify_seconds(1)
+                noise *= min(load / now, 1.0)
         elif lap.rows == 1 and self._plain_off:
             noise = median(self._plain_off)
-        if self._reading and not lap.compiled:
+        if not lap.compiled:
             most = HELD_UP * self._reading_per_token * lap.reading_tokens
             reading = min(lap.reading_seconds, most) / noise
         prefill = _low(self._prefill) if lap.read_tokens else 0.0

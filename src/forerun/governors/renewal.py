@@ -118,9 +118,10 @@ class Renewal(Governor):
             pace.time + time,
         )
 
-    def rate(self, pace: Pace) -> float:
+    def rate(self, pace: Pace, rows: int = 1) -> float:
         """λ: tokens per time, that of plain decoding at least."""
-        return max((self.prior + pace.tokens) / (self.prior + pace.time), 1.0)
+        prior = self.prior / rows  # a round of a batch says as much as so many rounds of a row
+        return max((prior + pace.tokens) / (prior + pace.time), 1.0)
 
 
 class _Weighed(Plan):
@@ -131,7 +132,7 @@ class _Weighed(Plan):
     ) -> None:
         first, *_ = seats.values()
         self._by, self._costs, self._seats, self._rows, self._paid = by, costs, seats, rows, paid
-        self._price = by.rate(pace) * rows / costs.plain
+        self._price = by.rate(pace, rows) * rows / costs.plain
         self.shares = rows**SHARED if first.by_row else 1.0  # plain rounds of the reserve in one
         self._budget = min(pace.reserve / self.shares, pace.budget) * costs.plain
         self._apart = costs.packed and rows > 1  # each row's tokens make the pass wider
