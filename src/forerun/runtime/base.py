@@ -25,6 +25,7 @@ from forerun.types import Array
 NO_ENCODER = "a source is for encoder-decoder models; this one has no encoder"
 Pieces = Sequence[Sequence[int]]  # per row the token ids it is fed next; may be empty
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Seen = TypeVar("_Seen")
 
 
 @dataclass(frozen=True)
@@ -348,12 +349,8 @@ class Rows:
     ) -> Array:
         """Feed every row its next tokens and cover them; see `Executor.run`. Without `wanted` the
         logits after every token are. `PromptError` if a row would grow beyond the context."""
-        began, ends = time.perf_counter(), self._ends(pieces)
-        if wanted is None:
-            wanted = list(map(len, pieces))
-        logits = self.executor.run(self.lengths, pieces, wanted, *_given(parents))
-        self._covered(ends, began)
-        return logits
+        wanted = list(map(len, pieces)) if wanted is None else wanted
+        return self._covered(self.executor.run, pieces, wanted, *_given(parents))
 
     @_inferring
     def best(
@@ -364,10 +361,7 @@ class Rows:
         parents: Parents = (),
     ) -> Best:
         """Like `feed`, but only the most likely tokens; see `Executor.best`."""
-        began, ends = time.perf_counter(), self._ends(pieces)
-        best = self.executor.best(self.lengths, pieces, wanted, signals, *_given(parents))
-        self._covered(ends, began)
-        return best
+        return self._covered(self.executor.best, pieces, wanted, signals, *_given(parents))
 
     def read(self, texts: Pieces, room: int = 0, sources: Pieces | None = None) -> None:
         """Add a row per text, and cover all of it but for its last token, in chunks."""
@@ -377,17 +371,18 @@ class Rows:
             chunks = [list(text[:-1][at : at + CHUNK]) for text in texts]
             self.feed([*[[]] * first, *chunks], [0] * len(self.lengths))
 
-    def _ends(self, pieces: Pieces) -> list[int]:
+    def _covered(self, run: Callable[..., _Seen], pieces: Pieces, *more: Any) -> _Seen:
+        """What a pass says, after which the rows cover their pieces."""
+        began = time.perf_counter()
         assert len(pieces) == len(self.lengths), "a piece for every row"
         ends = list(map(add, self.lengths, map(len, pieces)))
         if ends and max(ends) > self.limit:
             raise PromptError(f"{max(ends)} tokens do not fit the model's context of {self.limit}")
-        return ends
-
-    def _covered(self, ends: list[int], began: float) -> None:
+        seen = run(self.lengths, pieces, *more)
         self.lengths = ends
         self.seconds += time.perf_counter() - began
         self.passes += 1
+        return seen
 
 
 CHUNK = 512  # prompt tokens fed in one pass

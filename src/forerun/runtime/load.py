@@ -292,7 +292,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
-def read_config(name: str | Path, trust_remote_code: bool = False) -> Any:
+def read_config(name: str | Path) -> Any:
     """The configuration of a model whose weights are not loaded; `ModelError`, `OSError`, or what
     its class raises, if it cannot be read."""
     if _is_plain_llama(name):
@@ -301,7 +301,7 @@ def read_config(name: str | Path, trust_remote_code: bool = False) -> Any:
         return PreTrainedConfig(**read_json(Path(name).expanduser() / "config.json"))
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(str(name), trust_remote_code=trust_remote_code)
+    return AutoConfig.from_pretrained(str(name), trust_remote_code=False)
 
 
 def _is_plain_llama(name: str | Path) -> bool:
@@ -414,9 +414,8 @@ def _quantised(how: Any) -> str | None:
     return None
 
 
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def generation_config(target: Rows) -> Any:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from forerun.errors import UnsupportedModelError
 from forerun.lazy import torch
-from forerun.runtime.base import LOGITS, Executor, Pieces
+from forerun.runtime.base import LOGITS, Executor, Pieces, logits_of
 from forerun.runtime.support import PROVEN, PROVEN_ENCODER_DECODER
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "int8": 0.25}
@@ -52,10 +52,8 @@ def _passed(
     executor: Executor, starts: Sequence[int], pieces: Pieces, wanted: Sequence[int]
 ) -> Logits:
     """`(rows, max(wanted), V)` logits of a pass, a copy on the host."""
-    own = executor.best(starts, pieces, wanted, frozenset({LOGITS})).signals[LOGITS]
-    if isinstance(own, list):
-        return np.stack([np.stack(row) for row in own])
-    return own.float().cpu().numpy()
+    best = executor.best(starts, pieces, wanted, frozenset({LOGITS}))
+    return logits_of(best).float().cpu().numpy()
 
 
 def reference_of(executor: Executor) -> Logits:
