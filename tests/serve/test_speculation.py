@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from forerun.serve.protocol import CompletionRequest
+
 PROMPT = "Once upon a time"
 
 
@@ -165,6 +167,9 @@ def test_a_prediction_is_drafted_and_changes_no_text(shipped, controller):
     assert told_of_prediction(wrong)[0] <= 1
     long = {"type": "content", "content": "No. Never! " * 20_000}
     assert shipped.post("/v1/completions", **body, prediction=long).status_code == 400
+    fits = CompletionRequest(**{**body, "prediction": {"content": " No" * 2000}})
+    planner = shipped.server.planner
+    assert len(planner.completion(fits, None).jobs[0].prediction) == planner.limit
     for done in (right, near, wrong):
         assert done["choices"][0]["text"] == text
 

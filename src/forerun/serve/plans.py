@@ -150,7 +150,7 @@ class Planner:
         predicted, plain = request.prediction, request.speculative is False
         if predicted is not None and not plain and policy.rule.lossless:
             self._check_length(predicted.text, "prediction")
-            prediction = tuple(self._texts.encode(predicted.text, special=False))
+            prediction = tuple(self._texts.encode(predicted.text, special=False)[: self.limit])
         self._check_ids(request, prompts)
         jobs = []
         for prompt in prompts:
