@@ -18,6 +18,7 @@ from forerun.lazy import threads as count_threads
 from forerun.lazy import torch
 from forerun.runtime.attention import Parents
 from forerun.runtime.base import LOGITS, Best, Columns, Executor, Facts, Pieces
+from forerun.runtime.load import DTYPES
 from forerun.runtime.openvino.blocks import GROUP
 from forerun.runtime.openvino.core import core
 from forerun.runtime.openvino.forms import HALVED, spans
@@ -42,13 +43,7 @@ becomes bfloat16, and round it to the nearest, which its node in the graph for a
 does not."""
 PACKED = 2, 16
 """Tokens of passes for which the plug-in packs weights in other forms than for one: few, many."""
-PRECISIONS = {
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "int8": "int8",
-}
+PRECISIONS = {name: kind for name, kind in DTYPES.items() if kind in GROUPS} | {"int8": "int8"}
 """Names of precisions, and each one's name in `Facts` and reports."""
 
 
@@ -186,16 +181,10 @@ class OpenVINOExecutor(Executor):
     ) -> Array:
         """One packed pass; the logits are the caller's own."""
         own = self._pass(starts, pieces, wanted, parents)
-        rows, width = len(wanted), max(wanted, default=0)
-        if not width:
-            return np.empty((rows, 0, self.facts.vocab_size), np.float32)
-        seen = torch.from_numpy(own)
-        if len(seen) == rows * width:
-            return seen.clone().view(rows, width, self.facts.vocab_size)
-        out = torch.zeros(rows, width, self.facts.vocab_size)
-        for row, (first, last) in enumerate(spans(wanted)):
-            out[row, : last - first] = seen[first:last]
-        return out
+        if not any(wanted):
+            return np.empty((len(wanted), 0, self.facts.vocab_size), np.float32)
+        rows = torch.from_numpy(own).split(list(wanted))
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def best(
         self,
@@ -206,9 +195,7 @@ class OpenVINOExecutor(Executor):
         parents: Parents = (),
     ) -> Best:
         """One packed pass, or several where logits are many; they are read where they are."""
-        shares = [(pieces, wanted)]
-        if sum(wanted) > self._most:
-            shares = list(self._shares(pieces, wanted))
+        shares = list(self._shares(pieces, wanted))
         tokens: list[int] = []
         sound: list[bool] = []
         values: dict[str, list[Any]] = {name: [] for name in signals}
@@ -221,8 +208,6 @@ class OpenVINOExecutor(Executor):
             sound += finite
             for name, x in measured.items():
                 values[name] += x
-        if len(wanted) == 1:
-            return Best([tokens], {name: [x] for name, x in values.items()}, [sound])
         places, width = spans(wanted), max(wanted, default=0)
 
         def by_row(values: list[Any], nothing: Any) -> list[list[Any]]:

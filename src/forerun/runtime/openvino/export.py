@@ -128,9 +128,13 @@ def export(model: Any) -> ov.Model:
         raise UnsupportedModelError(f"{kind} does not use the attention interface of transformers")
     flat = _Flat(model)
     places, calls = torch.arange(_EXAMPLE_TOKENS), list[Attention]()
+    example = places[:, None], places[:, None], places[:-1]
+    marked = ConversionExtension("forerun::paged", _placeholder(calls))
     try:
-        with _attention_marked(model, calls):
-            graph = convert(flat, (places[:, None], places[:, None], places[:-1]), calls)
+        with _attention_marked(model, calls), torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tracing: what is constant here is meant to be
+            traced = torch.jit.trace(flat, example, check_trace=False)
+            graph = ov.convert_model(traced, example_input=example, extension=[marked])
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{kind}: {error}") from error
     except Exception as error:  # tracing and conversion raise whatever they like
@@ -148,21 +152,6 @@ def in_fp32(model: Any) -> Any:
     if model.dtype == torch.float32 and model.device.type == "cpu":
         return model
     return copy.deepcopy(model).to("cpu").float()
-
-
-def convert(
-    module: torch.nn.Module, example: tuple[torch.Tensor, ...], calls: list[Attention]
-) -> ov.Model:
-    """Trace a module on arguments like these and convert it. It calls `torch.ops.forerun.paged`
-    where attention is, and notes each in `calls` meanwhile."""
-    with torch.inference_mode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tracing: what is constant here is meant to be
-        traced = torch.jit.trace(module, example, check_trace=False)
-        return ov.convert_model(
-            traced,
-            example_input=example,
-            extension=[ConversionExtension("forerun::paged", _placeholder(calls))],
-        )
 
 
 @contextmanager

@@ -28,7 +28,6 @@ HALVED = 4
 """Tokens up to which a pass reads weights in 16 bits, if they are bfloat16 numbers. Of the shipped
 target it takes a quarter less time; for more tokens the plug-in widens them into memory first, and
 a third more."""
-LARGEST_LEAST = 2  # tokens that rows of passes may have to be padded to
 STEP = 8
 """Tokens to whose multiples passes of an open graph are padded while that is worth it: in front of
 one of a size that it was not fed before, all its nodes prepare themselves anew."""
@@ -79,7 +78,7 @@ class Form:
         """Called when the rows of the tokens, or the tables, are others; None: nobody needs it."""
         self._least = least
         self._spare, self._padded = spare, Counter[int]()
-        self._places = memoryview(array("q", range(facts.limit + LARGEST_LEAST)))
+        self._places = memoryview(array("q", range(facts.limit + least)))
         self._shape: tuple[Sequence[int], Sequence[int], int] = (), (), 0
         self._fed: list[tuple[int, int, int]] = []  # row, first and last of its tokens
         self._sizes: list[int] = []  # of attention, how many tokens each has

@@ -85,21 +85,17 @@ def is_packed(facts: Facts) -> bool:
 def sizes(facts: Facts, halved: bool, tiled: bool, lazy: bool) -> tuple[list[int], list[int]]:
     """Those that are worth their memory, of `SIZES` and their like; if they are made when passes
     want them, all that may be."""
-    size = weighed(facts)
-    alone: tuple[int, ...]
-    shared: tuple[int, ...]
-    wide = TILED_SIZES if tiled else SIZES
-    alone, shared = wide if size >= SMALLEST_WIDE else SMALL_SIZES
+    size, wide = weighed(facts), TILED_SIZES if tiled else SIZES
+    alone, shared = map(list, wide if size >= SMALLEST_WIDE else SMALL_SIZES)
     if lazy:
-        alone, shared = PACKED_SIZES if size <= LARGEST_PACKED else ((), ())
-        return [*alone], [*shared]
+        return ([*PACKED_SIZES[0]], [*PACKED_SIZES[1]]) if size <= LARGEST_PACKED else ([], [])
     if is_packed(facts):
-        alone, shared = (1,), ()
+        alone, shared = [1], []
     if size >= SMALLEST_WIDE and not halved:  # nothing makes four tokens cheaper than five then
-        alone = tuple(n for n in alone if n != HALVED)
+        alone = [n for n in alone if n != HALVED]
     copies = [size // 2 if tiled or (halved and n <= HALVED) else size for n in (*alone, *shared)]
     fitting = sum(total <= LARGEST_COPIES for total in accumulate(copies)) if size else 0
-    return list(alone[:fitting]), list(shared[: max(fitting - len(alone), 0)])
+    return alone[:fitting], shared[: max(fitting - len(alone), 0)]
 
 
 class Maker:

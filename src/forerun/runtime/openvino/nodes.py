@@ -77,10 +77,7 @@ def attach(graph: ov.Model) -> ov.Model:
     own, of_source, last = rows(""), [], iter(())
     tree: list[ov.Output] = []
     if not any(call.window for call in calls):
-        tree = [
-            parameter(n, kind, [-1])
-            for n, kind in zip(TREES, (ov.Type.u8, ov.Type.i32), strict=True)
-        ]
+        tree = [parameter(TREES[0], ov.Type.u8, [-1]), parameter(TREES[1], ov.Type.i32, [-1])]
     if widths := [w for call in calls if call.source for w in _widths(call)]:
         of_source = rows(SOURCE)
         table = parameter(SOURCE_LAST, ov.Type.f32, [-1, sum(widths)])
@@ -90,12 +87,9 @@ def attach(graph: ov.Model) -> ov.Model:
     for number, call in enumerate(calls):
         place = packed[f"{PLACEHOLDER}{number}"]
         prefix = SOURCE if call.source else ""
+        sizes = -1, call.key_heads, BLOCK
         caches = [
-            parameter(
-                f"{prefix}{name}_cache.{number}",
-                ov.Type.dynamic,
-                [-1, call.key_heads, BLOCK, width],
-            )
+            parameter(f"{prefix}{name}_cache.{number}", ov.Type.dynamic, [*sizes, width])
             for name, width in (("key", call.key_size), ("value", call.value_size))
         ]
         states = [place.input_value(i) for i in range(3)]
@@ -209,17 +203,14 @@ def lookup(graph: ov.Model) -> ov.Model:
 
 def _residual(node: ov.Node) -> ov.Node:
     """The nearest residual stream behind a node; see `tap`."""
-    level, seen = [node], {node.get_name()}
-    while level:
-        for at in level:
-            if at.get_type_name() == "Add" and _is_residual(at):
-                return at
-        behind = [port.get_node() for at in level for port in at.input_values()]
-        level = []
-        for at in behind:
-            if at.get_name() not in seen:
-                seen.add(at.get_name())
-                level.append(at)
+    nodes, seen = [node], {node.get_name()}
+    for at in nodes:  # and those that are added meanwhile
+        if at.get_type_name() == "Add" and _is_residual(at):
+            return at
+        for behind in (port.get_node() for port in at.input_values()):
+            if behind.get_name() not in seen:
+                seen.add(behind.get_name())
+                nodes.append(behind)
     raise UnsupportedModelError("this graph has no residual stream that could be found")
 
 

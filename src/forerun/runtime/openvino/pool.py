@@ -73,27 +73,24 @@ class Pool:
 
     def read(self, row: int, first: int, last: int) -> tuple[NDArray[np.uint8], ...]:
         """A copy of what a row's tokens `first` to `last` have, as bytes, per tensor."""
-        begin = first // BLOCK
-        blocks = self.tables[row][begin : -(-last // BLOCK)] if last > first else []
-        out = []
-        for tensor in self._tensors:
-            pool = _blocks_of(tensor)
-            heads, width = pool.shape[1], pool.shape[3]
-            held = pool[blocks].transpose(1, 0, 2, 3).reshape(heads, -1, width)
-            at = first - begin * BLOCK
-            out.append(held[:, at : at + last - first].copy())
-        return tuple(out)
+        blocks, places = self._places(row, first, last)
+        pools = map(_blocks_of, self._tensors)
+        return tuple(pool[blocks, :, places].transpose(1, 0, 2).copy() for pool in pools)
 
     def write(self, row: int, first: int, states: Sequence[NDArray[np.uint8]]) -> bool:
         """Let a row have `(heads, tokens, bytes)` per tensor from its token `first` on; whether any
         row has new blocks."""
         rows, last = max(row + 1, len(self.tables)), first + states[0].shape[1]
         changed = self.cover([last if at == row else 0 for at in range(rows)])
-        places = np.arange(first, last)
-        blocks = np.array(self.tables[row], dtype=np.intp)[places // BLOCK]
+        blocks, places = self._places(row, first, last)
         for tensor, new in zip(self._tensors, states, strict=True):
-            _blocks_of(tensor)[blocks, :, places % BLOCK] = new.transpose(1, 0, 2)
+            _blocks_of(tensor)[blocks, :, places] = new.transpose(1, 0, 2)
         return changed
+
+    def _places(self, row: int, first: int, last: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Blocks of a row's tokens `first` to `last`, and their places there."""
+        blocks, places = np.divmod(np.arange(first, last), BLOCK)
+        return np.array(self.tables[row], dtype=np.intp)[blocks], places
 
     def move(self, row: int, source: int, place: int) -> None:
         (a, i), (b, j) = divmod(source, BLOCK), divmod(place, BLOCK)
