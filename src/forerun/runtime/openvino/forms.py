@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from forerun.runtime.attention import FARTHEST, Parents, branches
 from forerun.runtime.base import Facts, Pieces
 from forerun.runtime.openvino.core import core
-from forerun.runtime.openvino.nodes import GIVEN, PADDED, SOURCE_ROW, TREES, caches
+from forerun.runtime.openvino.nodes import GIVEN, PADDED, SOURCE_ROW, TREES
 from forerun.runtime.openvino.request import InferRequest
 
 HALVED = 4
@@ -90,8 +90,9 @@ class Form:
         self._chains()
 
     def ports(self, prefix: str = "") -> list[Any]:
-        """The inputs that are pools; see `nodes.caches`."""
-        return caches(self.request.inputs, prefix)
+        """The inputs that are pools of the rows' own, or with the prefix `SOURCE` of sources."""
+        begins = f"{prefix}key_cache.", f"{prefix}value_cache."
+        return [port for port in self.request.inputs if port.get_any_name().startswith(begins)]
 
     def bind(self, pools: Iterable[ov.Tensor], prefix: str = "") -> None:
         """Read and write these pools, in the order of these inputs."""

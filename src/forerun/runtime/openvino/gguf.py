@@ -6,7 +6,6 @@ placeholders of `export`, and the head is over wanted tokens only. No weight is 
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -71,25 +70,17 @@ def _read(file: GGUF) -> ov.Model:
             f"openvino {ov.__version__} reads no GGUF files; install the pinned version: "
             "pip install 'forerun[openvino]'"
         ) from error
+    before = os.environ.get(EXACT)
+    os.environ[EXACT] = "1"
     try:
-        with _exact():
-            return reader.convert(reader.load(str(file.path)))
+        return reader.convert(reader.load(str(file.path)))
     except RuntimeError as error:  # OpenVINO has no other
         raise UnsupportedModelError(
             f"{file.path.name} cannot be read by openvino: {reason(error)}; use the runtime torch"
         ) from error
-
-
-@contextmanager
-def _exact() -> Iterator[None]:
-    before = os.environ.get(EXACT)
-    os.environ[EXACT] = "1"
-    try:
-        yield
     finally:
-        if before is None:
-            del os.environ[EXACT]
-        else:
+        del os.environ[EXACT]
+        if before is not None:
             os.environ[EXACT] = before
 
 

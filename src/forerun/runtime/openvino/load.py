@@ -262,10 +262,9 @@ class _Loading:
             except RuntimeError as error:  # OpenVINO has no other
                 why = f"OpenVINO cannot compile it: {reason(error)}"
                 raise UnsupportedModelError(why) from error
-            if known:
-                return executor, True, None
-            if passes_agree(executor, exact):
-                return executor, False, (key, [group, least, narrow]) if entry else None
+            if known or passes_agree(executor, exact):
+                keep = (key, [group, least, narrow]) if entry and not known else None
+                return executor, bool(known), keep
         return executor, False, None
 
 

@@ -23,7 +23,7 @@ from forerun.runtime.openvino.nodes import GIVEN, narrow_attention, pad_attentio
 from forerun.runtime.openvino.parts import has_matrix_units, multiply_in_parts
 from forerun.runtime.openvino.pool import Pool
 from forerun.runtime.openvino.store import join_pages
-from forerun.runtime.openvino.weights import is_halved, keep_halves, widen
+from forerun.runtime.openvino.weights import halves, keep_halves, widen
 from forerun.runtime.probe import texts
 
 SIZES = (1, 4, 5, 8), (12, 16)
@@ -123,7 +123,7 @@ class Maker:
         kept: str = "",
         narrow: bool = False,
     ) -> None:
-        size, halved = weighed(facts), is_halved(graph)
+        size, halved = weighed(facts), bool([*halves(graph)])
         large = halved and size > LARGEST_COPIES
         tiled = halved and facts.precision == "float32" and has_matrix_units()
         is_head = any(GIVEN in port.get_names() for port in graph.inputs)

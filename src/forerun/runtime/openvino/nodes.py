@@ -9,8 +9,7 @@ of blocks, so rows of any length share a pass, and what lies beyond a row's leng
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import openvino as ov
@@ -231,12 +230,6 @@ def _is_constant(node: ov.Node) -> bool:
             return False
         node = node.input_value(0).get_node()
     return bool(node.get_type_name() == "Constant")
-
-
-def caches(inputs: Iterable[Any], prefix: str = "") -> list[Any]:
-    """Those that are caches: the rows' own, or with the prefix `SOURCE` those of sources."""
-    begins = f"{prefix}key_cache.", f"{prefix}value_cache."
-    return [port for port in inputs if port.get_any_name().startswith(begins)]
 
 
 def _widths(call: Attention) -> tuple[int, int]:

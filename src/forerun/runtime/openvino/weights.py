@@ -99,11 +99,6 @@ def _is_cut_into_heads(node: ov.Node) -> bool:
     return plain and _matrix(node.input_value(1)) is not None and set(users) == {"Reshape"}
 
 
-def is_halved(graph: ov.Model) -> bool:
-    """Whether any matrices are."""
-    return any(True for _ in halves(graph))
-
-
 def keep_halves(graph: ov.Model) -> None:
     """Have products read halved weights as they are."""
     for convert in halves(graph):
