@@ -46,6 +46,18 @@ def drafted(governor, chances, costs=COSTS, pace=None, **seat):
     raise AssertionError("more chances")
 
 
+@pytest.mark.parametrize(
+    ("outlooks", "drafts"),
+    [((HOPE, HOPE), [True, True]), ((Outlook(0.95, 0.95), Outlook(0.1, 0.1)), [False, True])],
+)
+def test_a_token_of_a_row_that_keeps_more_is_worth_less(outlooks, drafts):
+    """Its text is done sooner by less time; a token of both costs 2 · 0.35, one chance is 0.81."""
+    seats = {i: Seat(outlook=outlook) for i, outlook in enumerate(outlooks)}
+    for row, wanted in enumerate(drafts):
+        plan = Renewal().open(FULL, Costs.synthetic(20, 0.3), seats, 2, 0)
+        assert bool(plan.go({i: Chance(0.9 * (i == row), 0.9) for i in seats})) == wanted
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_governor_is_settings(spec):
     governor = make(spec)

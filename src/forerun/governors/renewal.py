@@ -19,7 +19,7 @@ SECOND = 0.4
 in the shipped pair. Between 0.3 and 0.5 it moves the time by less than 0.2 %."""
 FREE = 0.05  # tokens that a node may cost in the target's pass for trees to be grown
 BUSH = 8  # nodes of the smallest tree that has more tokens a round than second choices
-FORESEEN = 8  # tokens of a model's draft that are weighed against a free one
+FORESEEN = 8  # tokens of a draft by which a row is weighed against others, and against a free one
 SHARED = 0.8
 """Power of the rows for which a batch's rounds count if the reserve is `Seat.by_row`: by 1 good
 streams of 16 rows lose 2 % to it, by 0 poor ones do."""
@@ -146,6 +146,10 @@ class _Weighed(Plan):
         self._surplus, self._trimmed = 0.0, 0
         """Tokens by which judging the whole draft beats judging the best beginning, and how many
         that leaves out."""
+        own = {i: 1 + sum(self._expected(i, FORESEEN)) for i in seats}  # tokens a round, of each
+        mean = sum(own.values()) / len(own)
+        self._worth = {i: mean / tokens for i, tokens in own.items()}
+        """Of a row's token: by so much less time it ends, and easy rows hold up the others."""
         self._kept: dict[int, list[float]] = {i: [] for i in seats}  # so many first tokens all are
         self._tokens = 0  # drafted so far
         step, reserve = self._step(0), pace.reserve - self._step(0) / costs.plain
@@ -226,10 +230,11 @@ class _Weighed(Plan):
                 own = self._surplus + chance.kept - dear
                 self._trimmed = self._trimmed + 1 if own < 0 else 0
                 self._surplus = worth = min(own, 0.0)
-        going = [i for i, chance in chances.items() if chance.kept * chance.next > following]
-        gains, later = [chances[i].kept for i in going], [chances[i].next for i in going]
+        going = [i for i, c in chances.items() if self._worth[i] * c.kept * c.next > following]
+        kept, later = [chances[i].kept for i in going], [chances[i].next for i in going]
+        gains = [self._worth[i] * chances[i].kept for i in going]
         loss = self._loss + self._step(self._tokens) + self._added(self._tokens + 1, len(going))
-        if going and (1 - sum(gains) / len(going)) * loss <= self._budget:
+        if going and (1 - sum(kept) / len(going)) * loss <= self._budget:
             for n in range(self._tokens, max(self._tokens, len(self._costs.passes)) + 1):
                 gains = list(map(mul, gains, later))
                 time = self._step(n) + self._added(n + 1, len(going))
