@@ -516,7 +516,7 @@ def test_queries_keys_and_values_are_one_product(family: str, fused: int) -> Non
         return sum(node.get_type_name() == "MatMul" for node in graph.get_ops())
 
     before = products()
-    assert fuse(graph) == fused
+    fuse(graph)
     assert products() == before - 2 * fused
 
 
@@ -526,7 +526,9 @@ def test_experts_are_rounded_to_8_bits_like_everything_else(family: str) -> None
     graph = export(model)
     fuse(graph)
     every = sum(node.get_type_name() == "MatMul" for node in graph.get_ops())
-    assert hold(graph, eight_bits=True) == every
+    hold(graph, eight_bits=True)
+    kinds = [node.get_output_element_type(0) for node in graph.get_ops()]
+    assert kinds.count(ov.Type.i8) == every
     text = texts(20)[0]
     exact = alone(model, text)
     got = from_model(model, "int8", cached=False).run([0], [text], [20])[0]
@@ -824,7 +826,8 @@ def test_products_in_parts_are_as_exact_as_fp32(rank: int) -> None:
     worst = []
     for in_parts in (False, True):
         if in_parts:
-            assert parts.multiply_in_parts(graph) == 1
+            parts.multiply_in_parts(graph)
+            assert [n.get_type_name() for n in graph.get_ops()].count("Split") == 1
         compiled = core().compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         got = compiled([numbers.reshape(x.get_output_shape(0))])[0]
         assert got.shape == ((16, 1, 96) if rank == 3 else (16, 96))

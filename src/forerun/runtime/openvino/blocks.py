@@ -52,15 +52,12 @@ def rounds_inputs() -> bool:
     return bool(np.abs(seen[0] - seen[1]).max() > 1e-3)
 
 
-def sign(graph: ov.Model) -> int:
+def sign(graph: ov.Model) -> None:
     """Give blocks with minima signed weights and a second product. Those that share an input become
     one, since each node costs time of its own.
 
     Args:
         graph: of a GGUF file; it is changed.
-
-    Returns:
-        How many products were such.
     """
     sharing: dict[tuple[str, int, str, int], list[tuple[ov.Node, _Blocks]]] = defaultdict(list)
     for node in graph.get_ordered_ops():
@@ -80,7 +77,6 @@ def sign(graph: ov.Model) -> int:
             continue
         divide(product, nodes, [len(blocks.weights) for _, blocks in members])
     graph.validate_nodes_and_infer_types()
-    return sum(map(len, sharing.values()))
 
 
 class _Blocks(NamedTuple):

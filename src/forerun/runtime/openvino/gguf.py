@@ -173,7 +173,7 @@ def _names(port: ov.Output, name: str) -> bool:
 _PLACED = "Reshape", "Broadcast", "Unsqueeze"
 
 
-def halve(graph: ov.Model) -> int:
+def halve(graph: ov.Model) -> None:
     """Rotate halves of heads where pairs of neighbours are: of that the plug-in makes one node.
 
     Files of `llama` rotate pairs of neighbours, as llama.cpp orders the rows of their weights. The
@@ -183,12 +183,8 @@ def halve(graph: ov.Model) -> int:
 
     Args:
         graph: of a GGUF file; it is changed.
-
-    Returns:
-        How many rotations were such.
     """
     tables: dict[str, ov.Node] = {}
-    done = 0
     for node in graph.get_ordered_ops():
         if (rotation := _rotation(node)) is None:
             continue
@@ -204,9 +200,7 @@ def halve(graph: ov.Model) -> int:
         first, second = op.variadic_split(heads, op.constant(np.int64(3)), halves).outputs()
         turned = op.concat([op.multiply(second, op.constant(np.float32(-1))), first], -1)
         replace(node.output(0), op.add(op.multiply(heads, cosine), op.multiply(turned, sine)))
-        done += 1
     graph.validate_nodes_and_infer_types()
-    return done
 
 
 def _rotation(node: ov.Node) -> tuple[ov.Output, ov.Node, list[ov.Node]] | None:

@@ -55,13 +55,12 @@ def has_matrix_units() -> bool:
     return any("amx" in str(x["primitiveType"].value) for x in notes if "primitiveType" in x)
 
 
-def multiply_in_parts(graph: ov.Model) -> int:
+def multiply_in_parts(graph: ov.Model) -> None:
     """Multiply halved weights by the three parts of what they are multiplied by, in a graph in fp32
-    of inputs `(tokens, 1)`, which is changed; how many products that are. `RuntimeError` if the
-    plug-in has no product of bfloat16 numbers in fp32."""
+    of inputs `(tokens, 1)`, which is changed. `RuntimeError` if the plug-in has no product of
+    bfloat16 numbers in fp32."""
     halved = {convert.get_name() for convert in halves(graph)}
     parts: dict[tuple[str, int], ov.Node] = {}  # of inputs, which several products may share
-    done = 0
     for node in graph.get_ordered_ops():
         if node.get_type_name() != "MatMul":
             continue
@@ -78,9 +77,7 @@ def multiply_in_parts(graph: ov.Model) -> int:
         whole = op.add(high, op.add(middle, low))
         shape = [-1, outputs] if rank == 2 else [-1, 1, outputs]
         replace(node.output(0), op.reshape(whole, integers(shape), False))
-        done += 1
     graph.validate_nodes_and_infer_types()
-    return done
 
 
 def _parts(x: ov.Node) -> ov.Node:

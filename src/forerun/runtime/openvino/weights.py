@@ -18,7 +18,7 @@ _ROWS = 4096
 """Of a matrix that are rounded at a time, so that no second one is in memory in 32 bits."""
 
 
-def hold(graph: ov.Model, eight_bits: bool = False) -> int:
+def hold(graph: ov.Model, eight_bits: bool = False) -> None:
     """Give the weights of a graph the form they are stored in.
 
     Products are fused (`fuse`). Matrices that are bfloat16 numbers stay in 16 bits: products are
@@ -30,9 +30,6 @@ def hold(graph: ov.Model, eight_bits: bool = False) -> int:
     Args:
         graph: in fp32, of weights in fp32 or in 16 bits that are converted; it is changed.
         eight_bits: whether matrices of products are rounded to 8 bits.
-
-    Returns:
-        How many matrices are in 8 bits.
     """
     for node in graph.get_ordered_ops():  # vectors are small, and would be converted in every pass
         if node.get_type_name() == "Convert" and node.get_element_type() == ov.Type.f32:
@@ -40,7 +37,6 @@ def hold(graph: ov.Model, eight_bits: bool = False) -> int:
             if _is_held(source) and len(source.get_output_shape(0)) < 2:
                 replace(node.output(0), op.constant(_wide(_numbers(source))))
     fuse(graph)
-    rounded = 0
     for node in graph.get_ordered_ops():
         if node.get_type_name() != "MatMul" or not (constant := _matrix(node.input_value(1))):
             continue
@@ -53,12 +49,10 @@ def hold(graph: ov.Model, eight_bits: bool = False) -> int:
         matrix = _rounded(numbers) if eight_bits else held(numbers)
         product = op.matmul(node.input_value(0), matrix, attributes["transpose_a"], True)
         replace(node.output(0), product)
-        rounded += eight_bits
     graph.validate_nodes_and_infer_types()
-    return rounded
 
 
-def fuse(graph: ov.Model) -> int:
+def fuse(graph: ov.Model) -> None:
     """Multiply an input once by all the matrices it is multiplied by, and split what comes out.
 
     Every number stays the same. A pass of the shipped target over one token takes 5 % less time,
@@ -68,17 +62,13 @@ def fuse(graph: ov.Model) -> int:
 
     Args:
         graph: in fp32; it is changed.
-
-    Returns:
-        How many products there are instead of several.
     """
     sharing: dict[tuple[str, int], list[ov.Node]] = defaultdict(list)
     for node in graph.get_ordered_ops():
         if _is_cut_into_heads(node):
             port = node.input_value(0)
             sharing[port.get_node().get_name(), port.get_index()].append(node)
-    several = [nodes for nodes in sharing.values() if len(nodes) > 1]
-    for nodes in several:
+    for nodes in (nodes for nodes in sharing.values() if len(nodes) > 1):
         matrices = [_numbers(_matrix(node.input_value(1))) for node in nodes]
         if len({numbers.dtype for numbers in matrices}) > 1:
             matrices = [_wide(numbers) for numbers in matrices]
@@ -86,7 +76,6 @@ def fuse(graph: ov.Model) -> int:
         whole = op.matmul(nodes[0].input_value(0), joined, False, True)
         divide(whole, nodes, list(map(len, matrices)))
     graph.validate_nodes_and_infer_types()
-    return len(several)
 
 
 def _is_cut_into_heads(node: ov.Node) -> bool:
