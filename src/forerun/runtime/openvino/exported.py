@@ -77,7 +77,6 @@ def graph_of(folder: Path) -> tuple[ov.Model, Facts]:
         token_bytes=sum(4 * c.key_heads * (c.key_size + c.value_size) for c in calls),
         eos=end_of_text(saved_generation_config(called)) or end_of_text(config),
         precision=counts.most_common(1)[0][0],
-        executor="openvino",
         name=called,
         identity=norm,
     )

@@ -173,8 +173,7 @@ class _Loading:
             from forerun.runtime.openvino.gguf import graph_of as graph_of_gguf
 
             file = gguf.read(path)
-            facts = replace(file.facts(), executor="openvino")
-            return store.Stored(graph_of_gguf(file), facts, None)
+            return store.Stored(graph_of_gguf(file), file.facts(), None)
         return self._exported(self.torch_model())
 
     def _exported(self, model: Any) -> store.Stored:
@@ -190,12 +189,12 @@ class _Loading:
         with halved(model) as memory:
             graph = export(model)
         hold(graph, self.precision == "int8")
-        return store.Stored(graph, replace(facts, executor="openvino"), expected, memory)
+        return store.Stored(graph, facts, expected, memory)
 
     def _proven(self, stored: store.Stored, entry: str | None) -> OpenVINOExecutor:
         """The executor, if it passes the probe."""
         precision = PRECISIONS[self.precision] if self.precision else stored.facts.precision
-        facts = replace(stored.facts, precision=precision, name=self.name)
+        facts = replace(stored.facts, executor="openvino", precision=precision, name=self.name)
         graph, width = attach(stored.graph), 0
         known, keep = False, None
         if facts.source_limit is None:
