@@ -171,7 +171,7 @@ class Meter:
                 noise *= min(load / now, 1.0)
         elif lap.rows == 1 and self._plain_off:
             noise = median(self._plain_off)
-        if not lap.compiled:
+        if self._reading and not lap.compiled:
             most = HELD_UP * self._reading_per_token * lap.reading_tokens
             reading = min(lap.reading_seconds, most) / noise
         prefill = _low(self._prefill) if lap.read_tokens else 0.0
