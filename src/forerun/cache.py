@@ -44,6 +44,10 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield beside
         beside.replace(path)
+    except OSError as error:  # as of a full disk, which names none
+        if error.filename in (None, str(beside)):
+            error.filename = str(path)
+        raise
     finally:
         beside.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +118,24 @@ def test_interrupt_ends_without_a_traceback():
     assert (done.returncode, done.stdout, done.stderr) == (130, "written\n", "")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="by a function of glibc")
+def test_what_is_left_running_does_not_abort_an_interrupted_process():
+    """As threads of C++ do while the interpreter ends."""
+    code = (
+        "import atexit, ctypes, sys\n"
+        "import forerun.cli as cli\n"
+        "def command(**_):\n"
+        "    print('written')\n"
+        "    raise KeyboardInterrupt\n"
+        "cli.commands = lambda: command\n"
+        "ctypes.CDLL(None).__cxa_atexit(ctypes.CDLL(None).abort, None, None)\n"
+        "atexit.register(print, 'saved')\n"
+        "sys.exit(cli.main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "written\nsaved\n", "")
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
@@ -182,3 +202,23 @@ def test_an_output_has_one_writer(command, forerun, tmp_path):
     assert second.code == 2
     assert f"process {os.getpid()} writes {output}" in second.err
     assert not output.exists()
+
+
+def test_a_full_disk_is_said_with_the_file_and_leaves_what_was_there(
+    forerun, tmp_path, monkeypatch
+):
+    output = tmp_path / "costs.json"
+    output.write_text("old")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        early = forerun("costs", "--ratio", "20", "-o", str(output))
+    monkeypatch.setattr(Path, "write_text", full)
+    late = forerun("costs", "--ratio", "20", "-o", str(output))
+    for done in (early, late):
+        assert (done.code, done.error) == (1, f"error: No space left on device ({output})")
+    assert output.read_bytes() == b"old"
+    assert [*tmp_path.iterdir()] == [output]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def test_a_trained_draft_drafts(train, forerun, folders, tmp_path, kind):
     assert "has none" in refused.error
     warned = forerun("generate", "--target", folders.draft, "Hi", "--draft", out)
     assert "was trained for another target" in warned.err
+
+
+def test_an_interrupt_says_how_to_go_on(train, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("forerun.training.runs.stopping", lambda: nullcontext(lambda: True))
+        first, second = train("block", "--width", "3"), train("block", "--width", "3", "--json")
+    assert (first.code, second.code) == (130, 130)
+    assert first.err.endswith("interrupted after step 1; the same command goes on from here\n")
+    assert (second.json["complete"], second.json["steps"]) == (False, 2)
+    assert train("block", "--width", "3", "--json").code == 0
 
 
 def test_learning_helps_and_goes_on(train, tmp_path):

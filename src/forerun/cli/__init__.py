@@ -3,9 +3,12 @@
 Help of all commands needs none of them: their lines are in `COMMANDS`.
 """
 
+import atexit
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, ClassVar
@@ -141,7 +144,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SettingError("an argument holds NUL or half a character; no name or text may")
         return commands()(args=words, standalone_mode=False, prog_name="forerun")
 
-    return guarded(command, _flags)
+    code = guarded(command, _flags)
+    if argv is None and code in (130, 143):  # audit's process was at times aborted as it ended
+        atexit._run_exitfuncs()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 @cache

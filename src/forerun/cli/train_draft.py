@@ -110,10 +110,13 @@ def train_draft(
     if as_json:
         print_json({"schema": SCHEMA, "complete": draft.step >= settings.steps, "draft": str(out),
                     "kind": about.kind, **about.settings, **about.trained})  # fmt: skip
-        return
-    _show(f"{draft.step} steps, {draft.tokens:,} tokens; held out: ", measured)
-    named = f"--target {models.target} " if models.target else ""
-    remark(f"saved to {out}; use it with {named}--draft {out}")
+    else:
+        _show(f"{draft.step} steps, {draft.tokens:,} tokens; held out: ", measured)
+        named = f"--target {models.target} " if models.target else ""
+        remark(f"saved to {out}; use it with {named}--draft {out}")
+    if draft.step < settings.steps:
+        remark(f"interrupted after step {draft.step}; the same command goes on from here")
+        raise KeyboardInterrupt
 
 
 def _check(

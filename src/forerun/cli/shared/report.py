@@ -63,10 +63,14 @@ def _lock(lock: Path, path: str) -> None:
         who = f"process {number}" if (number := file.read()) else "another process"
         file.close()
         raise SettingError(f"{who} writes {path} just now; name another file") from None
-    file.truncate(0)
-    print(os.getpid(), end="", file=file, flush=True)
     HELD.callback(file.close)
     HELD.callback(lock.unlink, missing_ok=True)
+    file.truncate(0)
+    try:
+        os.write(file.fileno(), str(os.getpid()).encode())
+    except OSError as error:  # a full disk names no file
+        error.filename = path
+        raise
 
 
 def finite(value: Any) -> Any:
