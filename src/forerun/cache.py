@@ -45,7 +45,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield beside
         beside.replace(path)
     except OSError as error:  # as of a full disk, which names none
-        if error.filename in (None, str(beside)):
+        if error.errno and error.filename in (None, str(beside)):
             error.filename = str(path)
         raise
     finally:
