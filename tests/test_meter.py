@@ -216,6 +216,14 @@ def test_a_draft_step_that_was_not_timed_here_costs_a_plain_pass_at_most():
     assert meter.costs(1).draft == pytest.approx(0.1)
 
 
+def test_a_pass_of_a_head_is_priced_once_for_all_that_it_writes():
+    """None of its passes was timed at the load."""
+    meter = Meter(5.0, times(), LEVELS)
+    meter._ahead = 4
+    assert [meter.costs(1).draft_seconds(n) for n in (1, 4)] == pytest.approx([0.2, 0.35])
+    assert [meter.costs(2).draft_seconds(n) for n in (1, 4)] == pytest.approx([0.24, 0.96])
+
+
 def test_given_costs_never_change():
     given = Costs.synthetic(7)
     meter = fed(Meter.given(given), *[lap(3)] * 5)

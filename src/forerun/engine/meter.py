@@ -252,8 +252,9 @@ class Meter:
         scale = plain / times.target_seconds(rows, 1)
         step, first = (draft[rows, n] * scale if (rows, n) in draft else None for n in (1, 2))
         guess = scale * times.draft_seconds(rows) if draft else plain / self._ratio
-        step = low("step", step) or guess
-        first = low("first", first) or step
+        ahead = self._ahead if rows == 1 else 0  # a pass takes as long for one of its tokens as all
+        step = low("step", step) or guess / (ahead or 1)
+        first = low("first", first) or (guess if ahead else step)
         if low("first") is None:  # a look shall be affordable that shows whether that is so
             first = min(first, plain)
         if low("step") is None:
@@ -261,7 +262,7 @@ class Meter:
         behind = low("behind")
         return Costs(
             step, passes, low("other") or 0.0, rows, first=max(first - step, 0.0),
-            levels=samples.levels, ahead=self._ahead if rows == 1 else 0,
+            levels=samples.levels, ahead=ahead,
             cold=max(behind - plain, -step) if behind is not None else 0.0,
             free=low("free") or 0.0, reading=self._reading_per_token,
             prefill=_low(self._prefill), packed=self._packed, tree=low("tree") or 0.0,
