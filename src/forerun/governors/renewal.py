@@ -149,7 +149,8 @@ class _Weighed(Plan):
         own = {i: 1 + sum(self._expected(i, FORESEEN)) for i in seats}  # tokens a round, of each
         mean = sum(own.values()) / len(own)
         self._worth = {i: mean / tokens for i, tokens in own.items()}
-        """Of a row's token: by so much less time it ends, and easy rows hold up the others."""
+        """What a token of each row counts for: of a row that keeps more it saves fewer rounds, and
+        what rows that keep much draft makes the rounds of all others longer."""
         self._kept: dict[int, list[float]] = {i: [] for i in seats}  # so many first tokens all are
         self._tokens = 0  # drafted so far
         step, reserve = self._step(0), pace.reserve - self._step(0) / costs.plain
