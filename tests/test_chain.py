@@ -115,20 +115,29 @@ def plan(draft: float, slope: float = 0.0) -> Any:
 
 def test_the_dearer_the_model_the_less_a_free_draft_must_bring() -> None:
     kept = [0.8, 0.6]
-    assert [plan(draft=step).free(0, kept) for step in (0.02, 0.4, 0.6)] == [None, 2, 2]
-    assert plan(draft=0.6).free(0, [0.05]) is None, "two rows share its steps"
-    assert plan(draft=1.8).free(0, [0.05]) == 1
+    assert [plan(draft=step).free({0: kept}) for step in (0.02, 0.4, 0.6)] == [{}, {0: 2}, {0: 2}]
+    assert plan(draft=0.6).free({0: [0.05]}) == {}, "two rows share its steps"
+    assert plan(draft=1.8).free({0: [0.05]}) == {0: 1}
+
+
+def test_where_others_ask_the_model_anyway_a_poor_free_draft_gives_way() -> None:
+    costs, seat = Costs(0.3, ((1, 1.0), (2, 1.0)), batch=2), Seat(outlook=Outlook(0.6, 0.7))
+    alone = Renewal().open(Pace(16.0, 2.0), costs, {0: seat}, 1, 0)
+    assert alone.free({0: [0.9]}) == {0: 1}
+    for own, taken in ([0.9], {}), ([0.9, 0.8, 0.7], {0: 3}):
+        beside = Renewal().open(Pace(16.0, 2.0), costs, {0: seat, 1: seat}, 1, 0)
+        assert beside.free({0: own}) == taken
 
 
 def test_of_a_free_draft_what_is_worth_its_place_is_taken() -> None:
     """Where a token makes the pass longer by a fifth, one that is kept less often is left out."""
-    assert plan(draft=1.8, slope=0.2).free(0, [0.9, 0.5, 0.1]) == 2
-    assert plan(draft=1.8, slope=0.2).free(0, [0.1, 0.09]) == 0
+    assert plan(draft=1.8, slope=0.2).free({0: [0.9, 0.5, 0.1]}) == {0: 2}
+    assert plan(draft=1.8, slope=0.2).free({0: [0.1, 0.09]}) == {0: 0}
 
 
 def test_a_free_draft_is_weighed_against_what_was_kept_of_the_model_s() -> None:
     shown = [Token(logit_margin=1.0)] * 4
-    for kept, better in ((4, None), (0, 2)):
+    for kept, better in ((4, {}), (0, {0: 2})):
         policy, state = Survival(), Survival().start()
         for _ in range(8):
             round = RoundOutcome(4, kept, [float(kept > 0)] * 4, Stop.CONFIDENCE, shown)
@@ -136,7 +145,7 @@ def test_a_free_draft_is_weighed_against_what_was_kept_of_the_model_s() -> None:
         seat = Seat(outlook=policy.outlook(state))
         costs = Costs(0.1, ((1, 1.0), (2, 1.0)), free=0.001)
         plan = Renewal().open(Pace(16.0, 2.0), costs, {0: seat}, 1, 0)
-        assert plan.free(0, [0.8, 0.6]) == better
+        assert plan.free({0: [0.8, 0.6]}) == better
 
 
 def test_forecasts_are_of_the_model_alone() -> None:

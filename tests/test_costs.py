@@ -61,7 +61,7 @@ def test_levels_of_passes(tmp_path: Any) -> None:
     judging = [level] * 3 + [wider] * 4 + [wider]  # less for more tokens is noise
     assert costs.passes == pytest.approx(judging)
     assert costs.widening == pytest.approx((2.8 - 2.2) / 3)
-    added = [level - 1.0, 0, 0, wider - level, 0, 0, 0, 0, costs.widening]
+    added = [0.0, *[level - 1.0] * 3, *[wider - 1.0] * 5]
     assert costs.judging == pytest.approx(added)
     rounds = [0.12 + 0.1 * n + 0.05 for n in range(8)]
     seconds = [a + b for a, b in zip(rounds, judging, strict=True)]

@@ -277,8 +277,8 @@ class Greedy:
     def settle(self, active: Any, most: Any, proposal: Proposal, free: bool = False) -> list[int]:
         return [row for row in active if len(proposal.tokens[row]) < most[row]]
 
-    def free(self, row: int, kept: Any, enough: float) -> int | None:
-        return len(kept) if sum(kept) >= enough else None
+    def free(self, drafts: Any, enough: float) -> dict[int, int]:
+        return {row: len(kept) for row, kept in drafts.items() if sum(kept) >= enough}
 
 
 def test_a_long_text_is_read_beside_a_short_one() -> None:

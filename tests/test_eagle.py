@@ -137,7 +137,7 @@ def test_the_draft_is_the_formulas_distribution(
     rows.join(3, 40)
     drafter.join(contexts, 40)
     if runtime == "openvino":
-        levels = drafter.rows.executor._forms.levels  # type: ignore[attr-defined]
+        levels = drafter.rows.executor._forms.levels()  # type: ignore[attr-defined]
         assert levels, "graphs for so many tokens, which a step of several rows is fast by"
     rows.feed([context[:2] for context in contexts], [0, 0, 0])
     drafter.follow([context[: min(3, len(context) - 1)] for context in contexts])

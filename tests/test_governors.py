@@ -110,6 +110,32 @@ def test_a_blind_draft_is_as_long_as_pays():
         assert most in lengths
 
 
+@pytest.mark.parametrize(
+    ("kept", "left_out"),
+    [((0.9, 0.1, 0.1, 0.1), [1, 1, 1, 1]), ((0.9, 0.9, 0.9, 0.1), [0, 0, 0, 0])],
+)
+def test_rows_that_share_a_graph_fill_it_together_or_not_at_all(kept, left_out):
+    """The first token beyond four takes half a pass, or two tokens; three more take nothing. What
+    coins decide stays, whatever it is, and then pays for others."""
+    passes = (1, 1.0), (1.25, 1.5), (2, 1.5), (2.25, 3.0)
+    costs = Costs(0.2, passes, batch=4, levels=(1.0, 2.0), packed=True)
+    for certain in (range(4), range(3)):
+        seats = {i: Seat(outlook=HOPE, trims=i in certain) for i in range(4)}
+        plan = Renewal().open(Pace(), costs, seats, 4, 0)
+        assert plan.go({i: Chance(chance, 0.3) for i, chance in enumerate(kept)}) == []
+        assert [plan.trim(i) for i in seats] == (left_out if len(certain) == 4 else [0] * 4)
+
+
+def test_rows_go_on_whose_tokens_fill_a_graph():
+    """Four more tokens take half a pass, and a step a tenth: two rows do not pay for them."""
+    passes = (1, 1.0), (2, 1.0), (2.25, 1.5), (3, 1.5), (3.25, 9.0)
+    costs = Costs(0.1, passes, batch=4, levels=(1.0, 2.0, 3.0), packed=True)
+    for likely in range(5):
+        plan = Renewal().open(Pace(), costs, dict.fromkeys(range(4), Seat(outlook=HOPE)), 4, 0)
+        going = plan.go({i: Chance(1.0, 0.9 * (i < likely)) for i in range(4)})
+        assert [*going] == ([*range(likely)] if likely > 2 else [])
+
+
 def test_a_draft_that_rides_with_the_prompt_costs_its_steps():
     riding = replace(Costs.synthetic(10, 0.0), verify=((1, 1.0), (2, 3.0), (3, 3.0)), prefill=0.1)
     chances = [(0.8, 0.5), (0.4, 0.2)]

@@ -224,10 +224,24 @@ def test_a_pass_of_a_head_is_priced_once_for_all_that_it_writes():
     assert [meter.costs(2).draft_seconds(n) for n in (1, 4)] == pytest.approx([0.24, 0.96])
 
 
+def test_passes_that_rows_share_are_timed_by_the_graphs_that_they_fill():
+    """Of four rows here graphs are for 4, 6 and 9 tokens; the first pass of each is no sample."""
+    meter = Meter(3.0, times(), LEVELS, packed=True, shared=lambda: (3, 4, 6, 9))
+    taken = {1.0: 1.0, 1.25: 1.4, 1.5: 1.4, 1.75: 2.0, 2.25: 2.0}
+    for width, seconds in taken.items():
+        how = {"width": width, "verify_seconds": seconds}
+        fed(meter, *[lap(drafted=int(width > 1), rows=4, **how)] * 3)
+    costs = meter.costs(4)
+    assert costs.levels == (1.0, 1.5, 2.25)
+    assert [costs.verify_seconds(width) for width in taken] == pytest.approx([*taken.values()])
+    assert costs.judging[:6] == pytest.approx([0.0, 0.4, 0.4, 1.0, 1.0, 1.0])
+
+
 def test_given_costs_never_change():
     given = Costs.synthetic(7)
     meter = fed(Meter.given(given), *[lap(3)] * 5)
-    assert meter.costs(1) is meter.costs(9) is given
+    assert meter.costs(1) == given
+    assert meter.costs(9) == replace(given, batch=9)
     assert not meter.timed(1)
     by_rows = Meter.given(lambda rows: Costs.synthetic(rows))
     assert by_rows.costs(3).ratio == 3

@@ -788,6 +788,7 @@ def test_halved_weights_of_a_large_model(
                 close(seen, exact[9 + count - min(wanted, count) : 9 + count])
         executor.keep([0, 0], [9, 9])
         executor.reserve(2, 64)
+        assert executor.shared_levels == executor.levels
         seen = executor.run([9, 20], [text[9:12], text[20:26]], [2, 6])
         close(seen[0, :2], exact[10:12])
         close(seen[1], exact[20:26])

@@ -17,10 +17,10 @@ from typing import Any
 from forerun.checks import whole
 from forerun.errors import require
 
-Passes = tuple[tuple[int, float], ...]  # `(width, seconds)` of the target, widths rising from 1
+Passes = tuple[tuple[float, float], ...]  # `(width, seconds)` of the target, widths rising from 1
 
 
-def bounded(seconds: float, width: int, shorter: Sequence[tuple[int, float]]) -> float:
+def bounded(seconds: float, width: float, shorter: Sequence[tuple[float, float]]) -> float:
     """Seconds of a pass, without noise: more tokens take no less time than fewer do, nor more than
     shorter passes, bounded likewise, that hold as many.
 
@@ -49,7 +49,7 @@ class Costs:
     """What a round's first draft step takes more than others: the target's weights are in the
     caches then, after a round that kept everything there are two tokens to read, and the engine
     has more to do than in a round without a draft."""
-    levels: tuple[int, ...] = ()
+    levels: tuple[float, ...] = ()
     """Rising widths up to which a pass takes as long as that; of others each token adds."""
     cold: float = 0.0
     """What a plain pass takes more right behind a draft that was thrown away, as its weights have
@@ -138,20 +138,27 @@ class Costs:
         """Seconds of a plain token (of one per row, with a batch)."""
         return self.verify[0][1] + self.fixed
 
+    @property
+    def _wider(self) -> float:
+        """Width that a drafted token adds to a pass: of the longest row, or if packed of all."""
+        return 1 / self.batch if self.packed else 1.0
+
     @cached_property
     def passes(self) -> tuple[float, ...]:
-        """Seconds of target passes that judge 1, 2, … tokens, up to beyond the last level; each
-        further token adds `widening`. Passes of a level take their mean: all else is noise."""
-        judging, first = [], 2
-        for last in self.levels:
+        """Seconds of target passes that judge 1, 2, … tokens (of the longest row, or packed of all
+        together), up to beyond the last level; each further token adds `widening`. Passes of a
+        level take their mean: all else is noise."""
+        judging, first = [], 1
+        for level in self.levels:
+            last = round((level - 1) / self._wider)
             if last >= first:
-                taken = [self.verify_seconds(width) for width in range(first, last + 1)]
+                taken = [self.verify_seconds(1 + n * self._wider) for n in range(first, last + 1)]
                 judging += [sum(taken) / len(taken)] * len(taken)
                 first = last + 1
-        return tuple(accumulate([*judging, self.verify_seconds(first)], max))
+        return tuple(accumulate([*judging, self.verify_seconds(1 + first * self._wider)], max))
 
     def seconds(self, drafted: int) -> float:
-        """Seconds of a round that drafts and judges so many tokens, ≥ 0.
+        """Seconds of a round that drafts and judges so many tokens of every row, ≥ 0.
 
         >>> costs = Costs(0.1, ((1, 1.0), (2, 1.2), (4, 1.2), (5, 2.2), (8, 2.2)), levels=(4, 8))
         >>> [round(costs.seconds(drafted), 9) for drafted in (0, 1, 3, 4, 9)]
@@ -159,8 +166,9 @@ class Costs:
         """
         if not drafted:
             return self.plain
-        beyond = max(drafted - len(self.passes), 0)
-        judging = self.passes[drafted - beyond - 1] + beyond * self.widening
+        tokens = drafted * self.batch if self.packed else drafted
+        beyond = max(tokens - len(self.passes), 0)
+        judging = self.passes[tokens - beyond - 1] + beyond * self.widening
         return self.draft_seconds(drafted) + judging + self.fixed
 
     def width(self, drafted: Sequence[int], rows: int) -> float:
@@ -175,22 +183,23 @@ class Costs:
     @cached_property
     def widening(self) -> float:
         """Seconds that a token behind the levels adds to a pass: the mean over these widths."""
-        width = len(self.passes) + 1
-        widest = max(self.verify[-1][0], width + 1)
+        width = 1 + len(self.passes) * self._wider
+        widest = max(self.verify[-1][0], width + self._wider)
         added = self.verify_seconds(widest) - self.verify_seconds(width)
-        return max(added, 0.0) / (widest - width)
+        return max(added, 0.0) / (widest - width) * self._wider
 
     @cached_property
     def judging(self) -> tuple[float, ...]:
-        """Seconds that a first, second, … drafted token adds to the pass that the target runs
-        anyway; each beyond adds the last.
+        """Seconds that so many drafted tokens add to the pass that the target runs anyway; each
+        beyond the last adds `widening`.
 
         >>> costs = Costs(0.1, ((1, 1.0), (2, 1.2), (4, 1.2), (5, 2.2), (8, 2.2)), levels=(4, 8))
         >>> [round(seconds, 9) for seconds in costs.judging]
-        [0.2, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+        [0.0, 0.2, 0.2, 0.2, 1.2, 1.2, 1.2, 1.2, 1.2]
         """
-        later = (wide - narrow for narrow, wide in pairwise(self.passes))
-        return max(self.passes[0] - self.verify[0][1] - self.cold, 0.0), *later, self.widening
+        first = self.passes[0]
+        look = max(first - self.verify[0][1] - self.cold, 0.0)
+        return 0.0, *(look + seconds - first for seconds in self.passes)
 
     @property
     def ratio(self) -> float:

@@ -145,12 +145,13 @@ class StepContext(Protocol):
         `free` says that their tokens cost no step of a model.
         """
 
-    def free(self, row: int, kept: Sequence[float], enough: float) -> int | None:
-        """How many tokens of a free draft a row takes; None if it had rather have a model's.
+    def free(self, drafts: Mapping[int, Sequence[float]], enough: float) -> Mapping[int, int]:
+        """How many tokens of free drafts to take, by row; rows that are left out had rather have a
+        model's.
 
         Args:
-            row: that may draft.
-            kept: chances that the draft's first, first two, … tokens are all kept.
+            drafts: by row that may draft the chances that the first, first two, … tokens of its
+                draft are all kept.
             enough: tokens expected to be kept for which a policy without a governor takes it.
         """
 

@@ -66,15 +66,19 @@ class ChainDrafter(Drafter):
         second's in the others."""
         began = guide.clock()
         known = self._first.known(texts, most)
-        taken = set()
+        chances = {
+            row: list(accumulate((token.chosen for token in shown), mul))
+            for row, shown in enumerate(known.shown)
+            if shown
+        }
+        taken = {
+            row: len(own) for row, own in enumerate(known.tokens) if own and row not in chances
+        }
+        taken |= guide.free(chances, self._enough) if chances else {}
         for row, own in enumerate(known.tokens):
-            kept = list(accumulate((token.chosen for token in known.shown[row]), mul))
-            count = guide.free(row, kept, self._enough) if kept else len(own) or None
-            if count is not None:
-                taken.add(row)
-            del own[count or 0 :]
+            del own[taken.get(row, 0) :]
         first = wanted(known, texts, most, guide, free=True)
-        first.free, first.free_seconds = taken, guide.clock() - began
+        first.free, first.free_seconds = {*taken}, guide.clock() - began
         rest = [None if row in first.free else text for row, text in enumerate(texts)]
         if all(text is None for text in rest):
             return first

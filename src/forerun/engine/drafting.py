@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -230,8 +230,8 @@ class RoundContext:
                 going.append(row)
         return going
 
-    def free(self, row: int, kept: Sequence[float], enough: float) -> int | None:
-        return self._lengths.free(row, kept, enough)
+    def free(self, drafts: Mapping[int, Sequence[float]], enough: float) -> dict[int, int]:
+        return self._lengths.free(drafts, enough)
 
     def end(self, proposal: Proposal, limits: Sequence[tuple[int, Stop]]) -> None:
         """End a round: a reason for every row's end, tokens known ahead before the drafter's, and

@@ -180,12 +180,14 @@ class Lengths:
                 out[i] = True
         return out
 
-    def free(self, i: int, kept: Sequence[float], enough: float) -> int | None:
-        """How many tokens of a free draft a row takes, if any; see `StepContext`."""
-        group = self._rows[i].group
-        if group is None or group.plan is None:
-            return len(kept) if sum(kept) >= enough else None
-        return group.plan.free(i, kept)
+    def free(self, drafts: Mapping[int, Sequence[float]], enough: float) -> dict[int, int]:
+        """How many tokens of free drafts to take, of rows that take one; see `StepContext`."""
+        out = {i: len(drafts[i]) for i in self._alone if sum(drafts.get(i, ())) >= enough}
+        for group in self._groups:
+            own = {i: drafts[i] for i in group.rows if i in drafts}
+            if own and group.plan is not None:
+                out |= group.plan.free(own)
+        return out
 
     def _behind(self, i: int, question: Callable[..., Any], token: Token | None) -> Any:
         """A policy's answer about what follows a token, whose memo is kept; None if it fails."""

@@ -6,6 +6,8 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import cache, partial
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -26,6 +28,7 @@ BUSY, PAIRS = 0.2, 8
 """How much longer or shorter, in logarithms, a pass takes in the middle than the one of its kind
 before, and of how many, for the machine to be busy: 0.08 under noise of 8 %."""
 ABOVE = 0.83  # times that, in logarithms, by which the middle of passes is above their low quantile
+GRAIN = 8  # tokens by which passes that rows share are told apart where there are no levels
 WIDTHS = 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32  # of the tables where the executor has no levels
 
 
@@ -71,14 +74,15 @@ class Meter:
         times: what passes took before the first round, if any were timed.
         levels: see `Executor.levels`.
         packed: whether the target's passes take the tokens of all rows packed.
+        shared: likewise, see `Executor.shared_levels`; asked when a size first comes.
     """
 
     def __init__(
         self, ratio: float = RATIO, times: Times | None = None, levels: tuple[int, ...] = (),
-        packed: bool = False,
+        packed: bool = False, shared: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:  # fmt: skip
         self._ratio, self._levels, self._packed = min(ratio, RATIO), levels, packed
-        self._widths = sorted({*WIDTHS, *levels, *(n + 1 for n in levels)} - {1})
+        self._shared = shared
         self._sizes: dict[int, _Samples] = {}
         self._timer: PassTimer | None = None
         self._rows = 0  # most rows whose passes were asked to be timed
@@ -95,7 +99,8 @@ class Meter:
     def of(cls, target: Rows, drafter: Drafter) -> Meter:
         """One that can time these passes; see `warm`."""
         executor = target.executor
-        meter = cls(drafter.ratio(target), None, executor.levels, executor.packs)
+        levels, shared = executor.levels, lambda: executor.shared_levels
+        meter = cls(drafter.ratio(target), None, levels, executor.packs, shared)
         meter._ahead = drafter.ahead
         if executor.timeable:
             meter._timer = PassTimer(target, drafter.model, lambda: meter.clock())
@@ -105,7 +110,9 @@ class Meter:
     def given(cls, costs: Costs | Callable[[int], Costs]) -> Meter:
         """One that always says the same, whatever it is told: costs, or those of so many rows."""
         meter = cls()
-        meter._given = (lambda _: costs) if isinstance(costs, Costs) else costs
+        meter._given = cache(
+            lambda rows: replace(costs if isinstance(costs, Costs) else costs(rows), batch=rows)
+        )
         return meter
 
     def warm(self, rows: int = 1) -> None:
@@ -219,29 +226,28 @@ class Meter:
 
     def _samples(self, rows: int) -> _Samples:
         if rows not in self._sizes:
-            levels = () if rows > 1 and self._packed else self._levels
-            known = self._times if self._loaded else Times()
-            self._sizes[rows] = _Samples(rows, levels, known)
+            apart, known = rows > 1 and self._packed, self._times if self._loaded else Times()
+            levels = self._shared() if apart else self._levels
+            self._sizes[rows] = _Samples(rows, levels, known, rows if apart else 1)
         return self._sizes[rows]
 
     def _passes(self, samples: _Samples) -> Passes:
         """Seconds by width. Those that rounds have not taken are as far off what the load says, in
         proportion to plain passes, as the next narrower ones that they have, or else wider ones."""
-        rows, low, known = samples.rows, samples.low, self._times.target
-
-        def loaded(width: int) -> float:
-            return self._times.target_seconds(rows, width)
-
+        rows, low, unit = samples.rows, samples.low, samples.unit
+        known, loaded = self._times.target, partial(self._times.target_seconds, rows)
         plain = low("plain", loaded(1) if (rows, 1) in known else None) or loaded(1)
         scale, off = plain / loaded(1), dict[int, float]()
         for level in samples.judged:
-            prior = scale * loaded(level)
-            off[level] = (low(level, prior if (rows, level) in known else None) or prior) / prior
-        passes = [(1, plain)]
-        for width in self._widths:
+            prior = scale * loaded(level / unit)
+            timed = (rows, level / unit) in known
+            off[level] = (low(level, prior if timed else None) or prior) / prior
+        passes = [(1.0, plain)]
+        for width in samples.widths:
             level = samples.level(width)
             near = max((n for n in off if n <= level), default=min(off, default=0))
-            seconds = scale * loaded(level) * off.get(near, 1.0)
+            at = level / unit if level in samples.levels else width
+            seconds = scale * loaded(at) * off.get(near, 1.0)
             passes.append((width, bounded(seconds, width, passes)))
         return tuple(passes)
 
@@ -262,7 +268,7 @@ class Meter:
         behind = low("behind")
         return Costs(
             step, passes, low("other") or 0.0, rows, first=max(first - step, 0.0),
-            levels=samples.levels, ahead=ahead,
+            levels=samples.ends, ahead=ahead,
             cold=max(behind - plain, -step) if behind is not None else 0.0,
             free=low("free") or 0.0, reading=self._reading_per_token,
             prefill=_low(self._prefill), packed=self._packed, tree=low("tree") or 0.0,
@@ -273,8 +279,12 @@ class Meter:
 class _Samples:
     """The newest samples in batches of one size, and the costs they amount to."""
 
-    def __init__(self, rows: int, levels: tuple[int, ...], loaded: Times) -> None:
-        self.rows, self.levels = rows, levels
+    def __init__(self, rows: int, levels: tuple[int, ...], loaded: Times, unit: int) -> None:
+        self.rows, self.levels, self.unit = rows, levels, unit
+        """`unit`: what passes are of in tokens for each of their width, as levels are."""
+        ends = {*levels, *(n + 1 for n in levels), *(n * unit for n in WIDTHS)}
+        self.widths = [n / unit for n in sorted(ends) if n > unit]
+        self.ends = tuple(n / unit for n in levels if n >= unit)
         self._of = defaultdict[str | int, deque[float]](lambda: deque(maxlen=SAMPLES))
         """By kind: a level of passes that judge, or a name."""
         taken = [width for size, width in loaded.taken if size == rows]
@@ -292,8 +302,10 @@ class _Samples:
 
     def level(self, width: float) -> int:
         """What passes of such a width are timed as."""
-        tokens = math.ceil(width)
-        return next((level for level in self.levels if level >= tokens), tokens)
+        tokens = math.ceil(width * self.unit - 1e-9)
+        grain = min(self.unit, GRAIN)
+        more = -(-tokens // grain) * grain
+        return next((level for level in self.levels if level >= tokens), more)
 
     @property
     def judged(self) -> list[int]:

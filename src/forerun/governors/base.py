@@ -53,15 +53,14 @@ class Plan(ABC):
         """The seats that draft another token, of those that do, by the chances behind their newest
         one."""
 
-    def free(self, seat: int, kept: Sequence[float]) -> int | None:
-        """How many tokens of a draft that costs no step of a model to take; None leaves the round
-        to the model.
+    def free(self, drafts: Mapping[int, Sequence[float]]) -> dict[int, int]:
+        """How many tokens to take of drafts that cost no step of a model, by seat; seats that are
+        left out leave the round to the model.
 
         Args:
-            seat: that may draft.
-            kept: chances that the draft's first, first two, … tokens are all kept.
+            drafts: by seat the chances that the first, first two, … tokens are all kept.
         """
-        return len(kept)
+        return {seat: len(kept) for seat, kept in drafts.items()}
 
     def nodes(
         self, drafted: Sequence[int], grown: Mapping[int, Sequence[float]]

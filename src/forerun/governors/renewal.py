@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from operator import gt, mul
+from itertools import accumulate, chain, pairwise, zip_longest
+from math import inf
+from operator import itemgetter, mul
 from typing import NamedTuple
 
 from forerun.checks import Whole
@@ -124,39 +126,55 @@ class Renewal(Governor):
         return max((prior + pace.tokens) / (prior + pace.time), 1.0)
 
 
+class _Places(NamedTuple):
+    """Drafted tokens that are judged together or not at all, and make the pass wider by one."""
+
+    worth: float  # of them in tokens
+    kept: float  # chance of one
+    steps: int  # of the model until there
+    seats: Sequence[int]  # whose they are
+
+
 class _Weighed(Plan):
-    """One round: a row's gain is a chance; the price of a second is λ, of all rows it holds up."""
+    """One round: a row's gain is a chance; the price of a second is λ, of all rows it holds up.
+
+    A pass gets longer by its *width*: drafted tokens to judge, of all rows where it takes them
+    packed, else of the longest. Beyond a graph's size the first pays for all up to the next.
+    """
 
     def __init__(
         self, by: Renewal, pace: Pace, costs: Costs, seats: Mapping[int, Seat], rows: int, paid: int
     ) -> None:
         first, *_ = seats.values()
-        self._by, self._costs, self._seats, self._rows, self._paid = by, costs, seats, rows, paid
+        self._by, self._costs, self._seats, self._paid = by, costs, seats, paid
         self._price = by.rate(pace, rows) * rows / costs.plain
         self.shares = rows**SHARED if first.by_row else 1.0  # plain rounds of the reserve in one
         self._budget = min(pace.reserve / self.shares, pace.budget) * costs.plain
         self._apart = costs.packed and rows > 1  # each row's tokens make the pass wider
-        rides = costs.prefill is not None and any(seat.rides for seat in seats.values())
-        judging = (costs.widening,) if rides else costs.judging
+        self._rides = costs.prefill is not None and any(seat.rides for seat in seats.values())
+        self._known: Sequence[float] = (0.0,) if self._rides else costs.judging
+        """Seconds that 0, 1, … tokens add to the pass; each beyond the last adds `widening`."""
         if paid and not self._apart:
-            judging = (*[0.0] * paid, *(judging[paid:] or judging[-1:]))
-        self._judging = judging  # by token what it adds to the pass; each beyond adds the last
-        judged = costs.retime == "judged" and self._budget >= costs.seconds(1) - costs.plain
-        self._trims = rows == 1 and first.trims and not judged  # tokens not worth their place
-        self._surplus, self._trimmed = 0.0, 0
-        """Tokens by which judging the whole draft beats judging the best beginning, and how many
-        that leaves out."""
-        own = {i: 1 + sum(self._expected(i, FORESEEN)) for i in seats}  # tokens a round, of each
+            most = range(paid, max(paid + 1, len(self._known)))
+            self._known = [0.0] * paid + [self._judging(n) - self._judging(paid) for n in most]
+        own = {i: 1 + sum(self._expected(i)) for i in seats}  # tokens a round, of each
         mean = sum(own.values()) / len(own)
         self._worth = {i: mean / tokens for i, tokens in own.items()}
         """What a token of each row counts for: of a row that keeps more it saves fewer rounds, and
         what rows that keep much draft makes the rounds of all others longer."""
         self._kept: dict[int, list[float]] = {i: [] for i in seats}  # so many first tokens all are
-        self._tokens = 0  # drafted so far
+        self._tokens = self._width = 0  # steps of the draft so far, and what they are of the pass
         step, reserve = self._step(0), pace.reserve - self._step(0) / costs.plain
-        look = step + self._added(1, len(seats))
-        if self._trims and not first.blind:
-            look = step + costs.cold * (not rides)
+        judged = costs.retime == "judged" and self._budget >= step + self._added(1)
+        trims = not judged and (rows == 1 or self._apart)
+        self._trimming = [i for i, seat in seats.items() if trims and seat.trims]
+        """Whose tokens that are not worth their place are left out."""
+        self._surplus, self._left_out = 0.0, dict.fromkeys(seats, 0)
+        """Tokens by which judging all that is drafted beats judging the best beginnings, ≤ 0, and
+        how many these leave out."""
+        look = step + self._added(len(seats))
+        if rows == 1 and self._trimming and not first.blind:
+            look = step + costs.cold * (not self._rides)
         self.most = dict.fromkeys(seats, 0)
         if look <= self._budget and costs.retime != "plain":
             for i, seat in seats.items():  # as many as the reserve pays the drafter's reading of
@@ -164,14 +182,22 @@ class _Weighed(Plan):
                     reserve -= seat.unread * costs.reading / costs.plain
                     self.most[i] = by.high
         begun = [i for i, most in self.most.items() if most]
-        self._loss = step + self._added(1, len(begun))  # seconds of the round if nothing is kept
+        self._loss = step + self._added(len(begun))  # seconds of the round if nothing is kept
         if begun and first.blind:
-            self._foresee(begun)
+            foreseen = self._together({i: self._expected(i, by.high) for i in begun})
+            _, best = self._best(foreseen)
+            self.most |= {i: max(best[i], 1) for i in begun}
 
-    def _added(self, tokens: int, rows: int = 1) -> float:
-        """Seconds by which the n-th token of so many rows makes the pass longer."""
-        seconds = self._judging[min(tokens, len(self._judging)) - 1]
-        return seconds * rows / self._rows if self._apart else seconds
+    def _added(self, rows: int) -> float:
+        """Seconds by which a token more of so many rows makes the pass longer."""
+        wider = rows if self._apart else min(rows, 1)
+        return self._judging(self._width + wider) - self._judging(self._width)
+
+    def _judging(self, width: int) -> float:
+        """Seconds that so many tokens add to the pass."""
+        if width < len(self._known):
+            return self._known[width]
+        return self._known[-1] + (width + 1 - len(self._known)) * self._costs.widening
 
     def _step(self, tokens: int) -> float:
         """Seconds of the draft step behind so many tokens."""
@@ -179,77 +205,128 @@ class _Weighed(Plan):
         first = not (tokens % costs.ahead if costs.ahead else tokens)
         return (costs.draft + costs.first * first) * (tokens >= self._paid)
 
-    def _best(self, drafts: Sequence[Sequence[float]], step: float) -> tuple[int, float]:
-        """The length that is worth most net of its time, as far as the budget pays for what it may
-        lose, and what it is worth in tokens, of drafts whose first, first two, … tokens are all
-        kept with these chances; a token of all takes a `step`."""
-        count, best, worth, loss = 0, 0.0, 0.0, 0.0
-        for n, chances in enumerate(zip(*drafts, strict=True), 1):
-            dear, kept = self._price * self._added(n), sum(chances)
-            gain = sum(max(c - dear, 0.0) for c in chances) if self._apart else kept - dear
-            worth = worth + gain - self._price * step
-            loss = loss + step + self._added(n, len(drafts))
-            if (1 - kept / len(drafts)) * loss > self._budget:
-                break
-            if worth > best:
-                count, best = n, worth
-        return count, best
-
-    def _expected(self, seat: int, tokens: int) -> list[float]:
+    def _expected(self, seat: int, tokens: int = FORESEEN) -> list[float]:
         """Chances that so many first tokens of a draft are kept, before it is seen."""
         first, later = self._seats[seat].outlook
         return [first * later**n for n in range(tokens)]
 
-    def _foresee(self, begun: Sequence[int]) -> None:
-        """The lengths of drafts that are not seen until they are judged, as they pay together, or
-        a token to learn from."""
-        drafts = [self._expected(i, self._by.high) for i in begun]
-        count, _ = self._best(drafts, self._costs.draft)
-        dear = [self._price * self._added(n) * self._apart for n in range(1, count + 1)]
-        for i, kept in zip(begun, drafts, strict=True):
-            self.most[i] = max(sum(map(gt, kept, dear)), 1)
+    def _together(
+        self, drafts: Mapping[int, Sequence[float]], free: Collection[int] = ()
+    ) -> list[_Places]:
+        """Drafts by what they are worth in the pass: likeliest tokens first where each has a place
+        of its own, else those at the same depth; in `free` seats they take no step of a model."""
+        rows = [
+            [
+                _Places(self._worth[i] * kept, kept, depth * (i not in free), (i,))
+                for depth, kept in enumerate(chances, 1)
+            ]
+            for i, chances in drafts.items()
+        ]
+        if self._apart or len(rows) == 1:
+            return sorted(chain(*rows), key=itemgetter(0), reverse=True)
+        depths = ([place for place in same if place] for same in zip_longest(*rows))
+        return [
+            _Places(
+                sum(place.worth for place in same),
+                sum(place.kept for place in same) / len(same),
+                max(place.steps for place in same),
+                [seat for place in same for seat in place.seats],
+            )
+            for same in depths
+        ]
 
-    def free(self, seat: int, kept: Sequence[float]) -> int | None:
-        """The best beginning, unless the model's is worth more, as far as its outlook says, where
-        all rows share its steps."""
-        count, own = self._best([kept], self._costs.free)
-        step = self._costs.draft / len(self._seats)
-        _, model = self._best([self._expected(seat, FORESEEN)], step)
-        return None if model > own else count
+    def _best(self, places: Sequence[_Places]) -> tuple[float, Counter[int]]:
+        """Those that are worth most net of their time, as far as the budget pays for what it may
+        lose: their worth in tokens, and how many by seat."""
+        count, best, tokens, steps, wide = 0, 0.0, 0.0, 0, self._judging(self._width)
+        for n, place in enumerate(places, 1):
+            steps, tokens = max(steps, place.steps), tokens + place.worth
+            time = steps * self._costs.draft + self._judging(self._width + n) - wide
+            if (1 - place.kept) * time > self._budget:
+                break
+            if (worth := tokens - self._price * time) > best:
+                count, best = n, worth
+        return best, Counter([seat for place in places[:count] for seat in place.seats])
+
+    def free(self, drafts: Mapping[int, Sequence[float]]) -> dict[int, int]:
+        """The best beginnings together, unless the model's are worth more as far as outlooks say,
+        of all seats or of those of which it expects more."""
+        model = {i: self._expected(i) for i, most in self.most.items() if most}
+        likelier = {i: own for i, own in drafts.items() if sum(own) >= sum(model[i])}
+        plans = [
+            (*self._best(self._together({**beside, **own}, own)), own)
+            for beside, own in (({}, drafts), (model, drafts), (model, likelier), (model, {}))
+        ]
+        _, best, own = max(plans, key=itemgetter(0))
+        counts = {i: best[i] for i in own}
+        self._width = sum(counts.values()) if self._apart else max(counts.values(), default=0)
+        return counts
 
     def go(self, chances: Mapping[int, Chance]) -> list[int]:
-        """The seats that want another token, if that is worth its time to them in sum, alone or
-        with those behind it, as where it pays for a level of the pass; and if the budget pays for
-        what it may lose, by how likely that is."""
+        """The seats that want another token, those for whom it is worth most, if it is worth its
+        time to them in sum, alone or with those behind it, as where it pays for a level of the
+        pass; and if the budget pays for what it may lose, by how likely that is."""
+        dear = self._price * self._added(1)
         self._tokens += 1
-        dear = self._price * self._added(self._tokens)
-        following = self._price * self._added(self._tokens + 1) if self._apart else 0.0
-        worth = 0.0
+        self._width = self._width + len(chances) if self._apart else max(self._width, self._tokens)
         for i, chance in chances.items():
             self._kept[i].append(chance.kept)
-            if self._trims:
-                own = self._surplus + chance.kept - dear
-                self._trimmed = self._trimmed + 1 if own < 0 else 0
-                self._surplus = worth = min(own, 0.0)
-        going = [i for i, c in chances.items() if self._worth[i] * c.kept * c.next > following]
-        kept, later = [chances[i].kept for i in going], [chances[i].next for i in going]
-        gains = [self._worth[i] * chances[i].kept for i in going]
-        loss = self._loss + self._step(self._tokens) + self._added(self._tokens + 1, len(going))
-        if going and (1 - sum(kept) / len(going)) * loss <= self._budget:
-            for n in range(self._tokens, max(self._tokens, len(self._costs.passes)) + 1):
-                gains = list(map(mul, gains, later))
-                time = self._step(n) + self._added(n + 1, len(going))
-                worth += sum(gains) - self._price * time
-                if worth > 0:
-                    self._loss = loss
-                    return going
+            if i in self._trimming and not self._apart:
+                self._surplus += chance.kept - dear
+                self._left_out[i] = self._left_out[i] + 1 if self._surplus < 0 else 0
+                self._surplus = min(self._surplus, 0.0)
+        gains = {i: self._worth[i] * chance.kept * chance.next for i, chance in chances.items()}
+        sets = [[*chances]]
+        if self._apart:  # those whose next token is worth its place, then all
+            self._look()
+            ranked = sorted(gains, key=gains.__getitem__, reverse=True)
+            net = self._net([gains[i] for i in ranked], self._width)
+            sets.insert(0, ranked[: net.index(max(net))])
+        for going in filter(None, sets):
+            kept, later = [chances[i].kept for i in going], [chances[i].next for i in going]
+            loss = self._loss + self._step(self._tokens) + self._added(len(going))
+            own = [gains[i] for i in going]
+            if (1 - sum(kept) / len(going)) * loss <= self._budget and self._pays(own, later):
+                self._loss = loss
+                return going
         return []
+
+    def _net(self, worths: Iterable[float], width: int) -> list[float]:
+        """What the first 0, 1, … of these tokens are worth net of their places behind others."""
+        totals = enumerate(accumulate(worths, initial=0.0))
+        begin = self._judging(width)
+        return [total - self._price * (self._judging(width + n) - begin) for n, total in totals]
+
+    def _look(self) -> None:
+        """Note what drafts are worth beside the best beginnings of all rows."""
+        drafted = {i: [self._worth[i] * kept for kept in self._kept[i]] for i in self._trimming}
+        worths = sorted(chain(*drafted.values()), reverse=True)
+        net = self._net(worths, self._width - len(worths))
+        count = net.index(max(net))
+        self._surplus, least = net[-1] - net[count], [inf, *worths][count]
+        for i, own in drafted.items():
+            self._left_out[i] = sum(worth < least for worth in own)
+
+    def _pays(self, gains: Sequence[float], later: Sequence[float]) -> bool:
+        """Whether another token of each row, or so many others up to behind the levels of passes,
+        is worth its time."""
+        tokens, width, wider = self._tokens, self._width, len(gains) if self._apart else 1
+        worth, taken = self._surplus, self._judging(width)
+        while True:
+            width, before = width + wider, taken
+            taken = self._judging(width)
+            worth += sum(gains) - self._price * (self._step(tokens) + taken - before)
+            if worth > 0:
+                return True
+            if width >= len(self._known):
+                return False
+            tokens, gains = tokens + 1, list(map(mul, gains, later))
 
     @property
     def tree(self) -> int:  # type: ignore[override]
         """As many nodes as are next to free, if these are enough for a tree."""
         for nodes in range(most := self._by.tree, min(most, BUSH) - 1, -1):
-            if self._price * sum(map(self._added, range(1, nodes + 1))) <= FREE * nodes:
+            if self._price * self._judging(nodes) <= FREE * nodes:
                 return nodes
         return 0
 
@@ -258,22 +335,22 @@ class _Weighed(Plan):
     ) -> dict[int, list[int]]:
         """Where a rejection is likeliest, as many as are worth their places in the target's pass,
         if together they are worth what a tree takes."""
-        widest, total, out = max(self._paid, *(drafted[i] for i in self._kept)), 0.0, {}
+        widest, orders, hits = max(self._paid, *(drafted[i] for i in self._kept)), {}, {}
+        spare = {i: 0 if self._apart else widest - drafted[i] for i in self._kept}
         for i, chances in self._kept.items():
-            hits, tokens, most = grown.get(i), drafted[i], self._by.tree
-            if hits is None:
-                hits = [SECOND * (a - b) for a, b in pairwise([1.0, *chances[:tokens]])]
+            own, most = grown.get(i), self._by.tree
+            if own is None:
+                own = [SECOND * (a - b) for a, b in pairwise([1.0, *chances[: drafted[i]]])]
                 most = self._by.leaves
-            order = sorted(range(len(hits)), key=hits.__getitem__, reverse=True)[:most]
-            worth = [0.0]
-            for width, place in enumerate(order, tokens + 1):
-                dear = self._added(width) if self._apart or width > widest else 0.0
-                worth.append(worth[-1] + hits[place] - self._price * dear)
-            best = max(worth)
-            total += best
-            out[i] = order[: worth.index(best)]
-        return out if total > self._price * self._costs.tree else {}
+            orders[i] = sorted(range(len(own)), key=own.__getitem__, reverse=True)[:most]
+            hits[i] = [own[place] for place in orders[i]]
+        self._width, self._budget = sum(drafted) if self._apart else widest, inf
+        behind = {i: own[spare[i] :] for i, own in hits.items()}
+        total, best = self._best(self._together(behind, hits))
+        total += sum(sum(own[: spare[i]]) for i, own in hits.items())
+        pays = total > self._price * self._costs.tree
+        return {i: order[: spare[i] + best[i]] for i, order in orders.items()} if pays else {}
 
     def trim(self, seat: int) -> int:
         """Those that are not worth their place in the target's pass."""
-        return self._trimmed
+        return self._left_out[seat]

@@ -101,6 +101,7 @@ class Executor(ABC):
     levels: tuple[int, ...] = ()
     """Tokens, rising, up to which a pass of one row takes as long as one of so many; of others
     every token adds something."""
+    shared_levels: tuple[int, ...] = ()  # likewise of several rows together, if it packs them
     ahead: int = 0  # see `Drafter.ahead`
     timeable: bool = True  # whether passes may be timed before there are rows
     graphs: int = 0  # graphs that passes had to compile or capture so far: such a pass is slow once

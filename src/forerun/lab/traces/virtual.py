@@ -184,11 +184,12 @@ def engine_under(
     """An engine whose models are a trace and take a made-up clock's time, and whose meter starts
     from true passes of one row, as from those of a load."""
     true, target = clock.costs, _Target(clock)
-    widths = sorted({1, 2, *true.levels, *(n + 1 for n in true.levels), 16, 32})
+    levels = tuple(map(round, true.levels))
+    widths = sorted({1, 2, *levels, *(n + 1 for n in levels), 16, 32})
     passes = {(1, n): true.verify_seconds(n) for n in widths}
     reading = (READING[0] + READING[1] * WIDEST) * true.plain
     times = Times(passes, {(1, 1): true.draft, (1, WIDEST): reading}, set(passes))
-    meter = Meter(true.ratio, times, true.levels)
+    meter = Meter(true.ratio, times, levels)
     meter.clock = clock
     return Replayed(trace, controller, meter, rows, models=(target, _Drafter(trace, clock, target)))
 

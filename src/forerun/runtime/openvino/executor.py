@@ -162,6 +162,7 @@ class OpenVINOExecutor(Executor):
         self.pool.reserve(rows, columns)
         if rows > 1:
             self._maker.share()
+            self.shared_levels = self._maker.shared_levels
 
     def keep(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         self.pool.keep(rows, lengths)

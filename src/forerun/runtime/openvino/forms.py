@@ -266,11 +266,10 @@ class Forms:
         fitting = self._fitting[several]
         return fitting[tokens] if tokens < len(fitting) else self.wide or self.open
 
-    @property
-    def levels(self) -> set[int]:
-        """Tokens of a row alone for which one more would take another form."""
-        alone = range(1, len(self._fitting[False]))
-        return {n for n in alone if self.fitting(n + 1) is not self.fitting(n)}
+    def levels(self, several: bool = False) -> set[int]:
+        """Tokens of a row alone, or of several, for which one more would take another form."""
+        sizes = range(1, len(self._fitting[several]))
+        return {n for n in sizes if self.fitting(n + 1, several) is not self.fitting(n, several)}
 
     def add(self, new: Iterable[Form]) -> None:
         """Let these be taken, and all read and write the same; pools may have been others'."""

@@ -176,9 +176,17 @@ class Maker:
     @property
     def levels(self) -> tuple[int, ...]:
         """Tokens up to which a pass takes as long as one of so many."""
+        levels = self._levels(False, self._lacking & self._first)
+        return levels if levels and levels[-1] > self._least else ()
+
+    @property
+    def shared_levels(self) -> tuple[int, ...]:
+        """Those of several rows together."""
+        return self._levels(True, self._lacking.intersection(self._wants[True]))
+
+    def _levels(self, several: bool, coming: set[int]) -> tuple[int, ...]:
         parts = TILES if self.forms.wide else range(HALVED, self.most_split + 1, HALVED)
-        levels = sorted(self.forms.levels.union(parts, self._lacking & self._first))
-        return tuple(levels) if levels and levels[-1] > self._least else ()
+        return tuple(sorted(self.forms.levels(several).union(parts, coming)))
 
     def fitting(self, counts: Sequence[int]) -> Form:
         """The form that takes least time for so many tokens of each row; it counts which would."""
