@@ -221,6 +221,8 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
 
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))  # this CPU's own widths are kept elsewhere
     monkeypatch.setattr(forms.Form, "run", rounding)
+    if not rounds_inputs():  # its products of several sizes differ in a bit, so no graph is used
+        monkeypatch.setattr(making, "_equal", lambda *_: True)
     monkeypatch.setattr(
         forms.InferRequest,
         "input_size",
@@ -244,9 +246,7 @@ def test_passes_are_padded_where_one_token_takes_another_kernel(
     assert list(request._bound["subsequence_begins"][0]) == list(range(0, 14, 2))
     for start in (executor, again):
         start.finish()
-        sizes = [start._maker.fitting([n]).tokens for n in range(1, 7)]
-        # Where a CPU rounds none itself, its products of several sizes differ in a bit.
-        assert sizes == [2, 2, 5, 5, 5, 0] or (not rounds_inputs() and sizes == [0] * 6)
+        assert [start._maker.fitting([n]).tokens for n in range(1, 7)] == [2, 2, 5, 5, 5, 0]
 
 
 @rounding
