@@ -54,16 +54,6 @@ def test_rounds() -> None:
     assert Cell(0.1, ((1, 1.0), (2, 1.2), (3, 1.1))).widening == 0
 
 
-def test_without_levels_the_first_tokens_are_priced_one_by_one() -> None:
-    points = ((1, 1.0), (2, 1.5), (3, 1.7), (8, 2.2), (32, 3.4))
-    costs = Cell(0.1, points)
-    wanted = [0.0, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.25]
-    assert costs.judging == pytest.approx(wanted)
-    assert costs.widening == pytest.approx(0.05)
-    shared = Cell(0.1, ((1, 1.0), (2, 1.5), (3, 1.7)), batch=2, packed=True)
-    assert shared.judging[:5] == pytest.approx([0.0, 0.25, 0.5, 0.6, 0.7])
-
-
 def test_levels_of_passes(tmp_path: Any) -> None:
     points = ((1, 1.0), (2, 1.4), (4, 1.2), (5, 2.0), (8, 2.6), (9, 2.2), (12, 2.8))
     costs = Cell(0.1, points, 0.05, first=0.02, levels=(1, 4, 8))

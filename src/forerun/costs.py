@@ -17,9 +17,6 @@ from typing import Any
 from forerun.checks import whole
 from forerun.errors import require
 
-SINGLY = 7
-"""Drafted tokens that are priced one by one where passes have no levels. On AVX2 the first takes
-half a plain pass, the eighth a tenth; a line from the first on drafted 1 to 3 % worse."""
 Passes = tuple[tuple[float, float], ...]  # `(width, seconds)` of the target, widths rising from 1
 
 
@@ -150,10 +147,10 @@ class Costs:
     def passes(self) -> tuple[float, ...]:
         """Seconds of target passes that judge 1, 2, … tokens (of the longest row, or packed of all
         together), up to beyond the last level; each further token adds `widening`. Passes of a
-        level take their mean: all else is noise. Without levels the first few are as they are."""
+        level take their mean: all else is noise."""
         judging, first = [], 1
-        ends = [round((level - 1) / self._wider) for level in self.levels] or range(1, SINGLY + 1)
-        for last in ends:
+        for level in self.levels:
+            last = round((level - 1) / self._wider)
             if last >= first:
                 taken = [self.verify_seconds(1 + n * self._wider) for n in range(first, last + 1)]
                 judging += [sum(taken) / len(taken)] * len(taken)
