@@ -34,7 +34,7 @@ from forerun.training import fit
 from forerun.training.eagle import EagleTrainer, unrolled
 from forerun.training.fit import Document
 from forerun.training.settings import TrainingSettings
-from marks import spread
+from marks import slow_but, spread
 from sourced import build as build_encoder_decoder
 from test_retokenized import DRAFT, STORY, TARGET, writes
 from test_states import RUNTIMES, alone
@@ -224,7 +224,7 @@ def test_of_a_long_prompt_only_the_end_is_read(
         wanted = [2, 2]
 
 
-@pytest.mark.parametrize("controller", ["fixed(3)", "auto"])
+@pytest.mark.parametrize("controller", slow_but(["fixed(3)", "auto"], "auto".__ne__))
 def test_long_prompts_are_written_as_plainly_and_replayed_as_live(
     controller: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from forerun.engine.meter import Lap, Meter
 from forerun.engine.results import Origin
 from forerun.engine.row import error_line
 from forerun.errors import NumericalError, PromptError, SettingError
+from forerun.governors.renewal import Renewal
 from forerun.rules import RULES
 from forerun.runtime import Rows
 from forerun.runtime.timing import Times
@@ -737,6 +738,24 @@ def test_lookup_runs_on_through_periodic_text() -> None:
     completion = run([0, 1, 2, 0], controller="fixed(8)", max_new_tokens=18)
     assert completion.stats.rounds == 2
     assert completion.stats.accepted == 16
+
+
+def test_a_governor_is_asked_only_where_lookup_finds_something(monkeypatch) -> None:
+    """Beginning a round takes it longer than lookup takes to find nothing."""
+    begun, begin = [], Renewal.open
+
+    def opened(self: Renewal, *about: Any) -> Any:
+        begun.append(about)
+        return begin(self, *about)
+
+    monkeypatch.setattr(Renewal, "open", opened)
+    run = engine(ScriptedModel(9 * torch.eye(12).roll(1, 1)), LookupDrafter(2, 2))
+    completion = run([0], controller="auto(cost=10)", max_new_tokens=40)
+    assert completion.tokens == [(1 + i) % 12 for i in range(40)]
+    drafted = [round.drafted for round in completion.rounds]
+    assert not any(drafted[:13])
+    assert any(drafted[13:])
+    assert len(begun) == len(drafted) - 13
 
 
 def test_signals_know_the_penalties() -> None:

@@ -41,7 +41,7 @@ from forerun.runtime.openvino.nodes import attach
 from forerun.runtime.openvino.parts import narrows
 from forerun.runtime.openvino.placeholders import attentions
 from gguf_files import LIMIT, SPECIAL, TOKENS, write
-from marks import spread
+from marks import slow_but, spread
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "phi3"]
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -487,7 +487,10 @@ def test_pieces_with_scores(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "known"),
-    [("llama", ()), ("llama", (1, 2)), ("qwen2", (1, 2)), ("qwen3", ()), ("phi3", ())],
+    slow_but(
+        [("llama", ()), ("llama", (1, 2)), ("qwen2", (1, 2)), ("qwen3", ()), ("phi3", ())],
+        lambda family, known: known,
+    ),
 )
 def test_states_of_named_depths(family: str, known: tuple[int, ...], tmp_path: Path) -> None:
     """Of depths known when it is loaded, which is not compiled again, and of others."""

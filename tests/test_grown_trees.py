@@ -217,11 +217,13 @@ def generated(
 
 
 @pytest.mark.parametrize(
-    ("name", "runtime", "family"), spread(2, list(MAKERS), list(RUNTIMES), ["llama", "qwen2"])
+    ("how", "name", "runtime", "family"),
+    spread(
+        4, [{}, {"temperature": 0.9, "seed": 7}], list(MAKERS), list(RUNTIMES), ["llama", "qwen2"]
+    ),
 )
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "seeded"])
 def test_real_caches_follow(
-    name: str, runtime: str, family: str, how: dict[str, Any], tmp_path: Path
+    how: dict[str, Any], name: str, runtime: str, family: str, tmp_path: Path
 ) -> None:
     """Ragged batches up to the end of the context; what a path left in the target's is moved."""
     model = build(family)

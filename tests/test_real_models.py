@@ -74,7 +74,7 @@ def test_widths_and_chunks_compute_the_same(model: Model) -> None:
 
 def test_a_long_prompt_behind_a_drafted_text(model: Model) -> None:
     """The head reads it in pieces, none of which goes on from the text before."""
-    for text in (PROMPTS[0], "Shelf 7 holds 12 boxes of letters. " * 120):
+    for text in (PROMPTS[0], "Shelf 7 holds 12 boxes of letters. " * 64):
         ids = chat(model, text)
         drafted = model.generate(ids, max_new_tokens=8, controller="fixed(4)")
         assert drafted.tokens == model.generate(ids, max_new_tokens=8, plain=True).tokens

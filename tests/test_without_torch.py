@@ -20,6 +20,7 @@ pytest.importorskip("gguf", reason="needs the package gguf: pip install 'forerun
 pytest.importorskip("openvino", reason="needs the extra: pip install 'forerun[openvino]'")
 
 from gguf_files import TOKENS, write
+from marks import slow_but
 
 DEPTHS, WIDTH = [1, 2], 256
 PROMPTS = ["the 12 in the 12 in", "in the th"]
@@ -63,7 +64,9 @@ def run(code: str, *given: Any, **environment: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("draft", ["memory", "memory+eagle(path={head!r})"])
+@pytest.mark.parametrize(
+    "draft", slow_but(["memory", "memory+eagle(path={head!r})"], lambda draft: "+" in draft)
+)
 def test_greedy_text_needs_no_torch(made: tuple[str, str], draft: str, tmp_path: Path) -> None:
     """Not even at the first start, which finds nothing in the cache; sampled text does, and is that
     of a process that had it from the beginning."""
@@ -81,7 +84,7 @@ def test_greedy_text_needs_no_torch(made: tuple[str, str], draft: str, tmp_path:
         ]
 
 
-@pytest.mark.parametrize("named", ["", "3"])
+@pytest.mark.parametrize("named", slow_but(["", "3"], bool))
 def test_threads_are_those_that_torch_would_compute_on(named: str) -> None:
     code = (
         "import json, sys; from forerun.lazy import threads; count = threads()\n"

@@ -15,6 +15,7 @@ from forerun.controllers.base import LengthPolicy
 from forerun.errors import ForerunError
 from forerun.hosts.batch_lengths import BatchLengths, StepCosts, controller_of, judged_round
 from forerun.hosts.vllm_requests import CONTROLLER, RULE, differs, refusal, unsupported
+from marks import spread
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,9 @@ def served(
     return tokens / seconds
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
-@pytest.mark.parametrize("added", [(0.04, 0.01), (0.25, 0.05), (0.9, 0.1)])
+@pytest.mark.parametrize(
+    ("added", "rows"), spread(3, [(0.04, 0.01), (0.25, 0.05), (0.9, 0.1)], [1, 4, 16])
+)
 def test_auto_is_never_slower(added: tuple[float, float], rows: int) -> None:
     """Of 60 requests that keep nothing: it may lose 16 tokens' time, and 1 % of what is written."""
     steps = 60 * 48 // rows

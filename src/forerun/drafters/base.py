@@ -189,6 +189,11 @@ class Drafter(ABC):
         a drafter that need read none."""
         return 0
 
+    def able(self, row: int, text: list[int]) -> bool:
+        """Whether it has anything to propose behind a row's text, as far as that is known at once;
+        a governor is asked only then."""
+        return True
+
     def counters(self, row: int) -> Mapping[str, int]:
         """What this drafter counts of a row since it joined, by name; empty if nothing."""
         return {}

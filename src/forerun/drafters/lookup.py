@@ -20,17 +20,25 @@ class LookupDrafter(FreeDrafter):
     def fresh(self, source: Sequence[int]) -> Occurrences:
         return Occurrences(source)
 
+    def able(self, row: int, text: list[int]) -> bool:
+        return self._match(row, text)[1] is not None
+
     def draft(self, row: int, text: list[int], most: int) -> tuple[list[int], list[float]]:
         """What followed the longest match, of several the latest; nothing of how sure that is."""
+        whole, place = self._match(row, text)
+        if place is None:
+            return [], []
+        # A continuation may run into the text it is itself drafting: periodic text goes on.
+        period = len(whole) - place
+        return [whole[place + i % period] for i in range(most)], []
+
+    def _match(self, row: int, text: list[int]) -> tuple[list[int], int | None]:
+        """A row's source and text, and where the latest of the longest matches ends."""
         seen = self._rows[row]
         seen.cover(text)
         whole = seen.whole(text)
         length, places = seen.match(whole, self._most)
-        if length < self._least:
-            return [], []
-        # A continuation may run into the text it is itself drafting: periodic text goes on.
-        period = len(whole) - places[-1]
-        return [whole[places[-1] + i % period] for i in range(most)], []
+        return whole, places[-1] if length >= self._least else None
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,10 @@ class Lengths:
         self.stops_early = any(row.policy.stops_early for row in self._rows)
         """Whether any may end a draft early."""
 
+    def governs(self, i: int) -> bool:
+        """Whether a governor decides for a row."""
+        return self._rows[i].group is not None
+
     def resting(self, costs: Costs) -> bool:
         """Whether no row drafts in this round, whoever can; else `limits` begins it."""
         asked = ((group, group.given or costs) for group in self._groups)

@@ -203,6 +203,9 @@ class Engine:
         asked = [0] * len(rooms)
         if not (rests := self._lengths.resting(passed.costs)):
             seats = [self._seat(i) if room else None for i, room in enumerate(rooms)]
+            for i, text in enumerate(guide.texts(rooms)):
+                if text is not None and self._lengths.governs(i) and not self.drafter.able(i, text):
+                    seats[i] = None
             asked = self._lengths.limits(passed.costs, seats)
         limits = list(map(draft_limit, asked, rooms))
         most, proposal = [limit for limit, _ in limits], Proposal.none(len(rooms))

@@ -157,6 +157,11 @@ class Recorded(Drafter):
     def keep(self, rows: Sequence[int]) -> None:
         self.places = [self.places[row] for row in rows]
 
+    def able(self, row: int, text: list[int]) -> bool:
+        prompt = self.prompts[self.places[row]]
+        at = len(text) - int(self.trace.prompt_tokens[prompt])
+        return not self.blind or bool(self.trace.lengths[prompt, at])
+
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         self.begin(texts)
         depth = self.trace.depth  # beyond it there is nothing to propose
