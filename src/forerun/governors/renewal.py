@@ -157,9 +157,11 @@ class _Weighed(Plan):
         if paid and not self._apart:
             most = range(paid, max(paid + 1, len(self._known)))
             self._known = [0.0] * paid + [self._judging(n) - self._judging(paid) for n in most]
-        own = {i: 1 + sum(self._expected(i)) for i in seats}  # tokens a round, of each
-        mean = sum(own.values()) / len(own)
-        self._worth = {i: mean / tokens for i, tokens in own.items()}
+        self._worth = dict.fromkeys(seats, 1.0)
+        if len(seats) > 1:
+            own = {i: 1 + sum(self._expected(i)) for i in seats}  # tokens a round, of each
+            mean = sum(own.values()) / len(own)
+            self._worth = {i: mean / tokens for i, tokens in own.items()}
         """What a token of each row counts for: of a row that keeps more it saves fewer rounds, and
         what rows that keep much draft makes the rounds of all others longer."""
         self._kept: dict[int, list[float]] = {i: [] for i in seats}  # so many first tokens all are
