@@ -106,8 +106,7 @@ def of_eagle3(target: Rows, runtime: str, folder: Path) -> Drafter:
 MAKERS = {"model": of_model, "eagle": of_eagle, "eagle3": of_eagle3}
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("runtime", "name"), spread(2, [*RUNTIMES], [*MAKERS]))
 def test_a_node_is_what_its_own_path_would_be(name: str, runtime: str, tmp_path: Path) -> None:
     """In ragged rows, one of them a chain, what is said behind every node is what the drafter says
     behind its path alone; afterwards it holds the text."""

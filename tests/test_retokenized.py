@@ -20,6 +20,7 @@ from forerun.requests import Request, Sampling
 from forerun.rules import RULES
 from forerun.runtime.base import Rows
 from forerun.testing import ScriptedModel
+from marks import spread
 
 STORY = "def area(width, height):\n    return width * height\n\n" * 3 + "naïve ☃ text\n"
 
@@ -84,8 +85,9 @@ def letters(order: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-@pytest.mark.parametrize("kind", [TextDrafter, SharedTokensDrafter])
-@pytest.mark.parametrize("rule", ["standard", "gumbel"])
+@pytest.mark.parametrize(
+    ("kind", "rule"), spread(2, [TextDrafter, SharedTokensDrafter], ["gumbel", "standard"])
+)
 def test_sampled_text_has_the_targets_distribution(kind: Any, rule: str) -> None:
     """χ² of 2 tokens of 800 texts against the target's own 16 probabilities; fails by chance once
     in 100,000. One of the target's letters the draft lacks."""

@@ -24,7 +24,7 @@ REMEMBERS = {"lookahead", "model by text"}
 """What they draft depends on what was drafted before, or on how much is asked for."""
 TWO = {"chain", "chain with eagle", "chain with medusa"}
 """Who drafts depends on how much is asked for."""
-ALIKE = {"adadecode", "block", "chain with eagle", "chain with medusa", "eagle3"}
+ALIKE = {"adadecode", "block", "chain with eagle", "chain with medusa", "eagle3", "mtp", "shared"}
 """Run what others run."""
 SILENT = {"lookup", "rest", "lookahead", "model by text"}
 """Have no distribution."""
