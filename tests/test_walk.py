@@ -91,9 +91,9 @@ def test_what_another_engine_drafts_is_recorded_alike(tmp_path: Path) -> None:
             assert getattr(ours, field).tolist() == getattr(theirs, field).tolist(), spec
 
 
-@pytest.mark.parametrize("name", ["medusa", "kangaroo", "suffix"])
+@pytest.mark.parametrize("name", ["medusa", "kangaroo", "suffix", "lookup", "rest"])
 def test_replayed_second_choices_are_those_of_the_live_engine(name: str) -> None:
-    """Kangaroo's layers run no trees, and suffix has no distribution: they have none."""
+    """Kangaroo's layers run no trees, those without a model have no distribution: no choices."""
     spec, (model, tasks, trace) = "auto(cost=10,leaves=2)", recorded(name)
     done = model.generate(
         [task.tokens for task in tasks], controller=spec, batch_size=1,

@@ -158,14 +158,26 @@ class Recorded(Drafter):
         self.places = [self.places[row] for row in rows]
 
     def able(self, row: int, text: list[int]) -> bool:
-        prompt = self.prompts[self.places[row]]
-        at = len(text) - int(self.trace.prompt_tokens[prompt])
-        return not self.blind or bool(self.trace.lengths[prompt, at])
+        return not self.blind or bool(self._run(row, len(text)))
 
     def propose(self, texts: Texts, most: Sequence[int], guide: StepContext) -> Proposal:
         self.begin(texts)
+        if self.blind and not self._shown:  # all at once, as nothing is said of the tokens
+            out = Proposal.none(len(texts))
+            for row, text in enumerate(texts):
+                if text is not None:
+                    out.tokens[row] = self._run(row, len(text))[: most[row]]
+                    self.steps[self.places[row]] += len(out.tokens[row])
+            return out
         depth = self.trace.depth  # beyond it there is nothing to propose
         return step_by_step(self.step, texts, [min(n, depth) for n in most], guide)
+
+    def _run(self, row: int, length: int) -> list[int]:
+        """What was drafted behind a row's text of so many tokens."""
+        trace, prompt = self.trace, self.prompts[self.places[row]]
+        at = length - int(trace.prompt_tokens[prompt])
+        drafted: list[int] = trace.draft_tokens[prompt, at, : trace.lengths[prompt, at]].tolist()
+        return drafted
 
     def begin(self, texts: Texts) -> None:
         """Where each row's draft begins."""
