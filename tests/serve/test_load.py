@@ -94,7 +94,7 @@ def test_a_client_that_leaves_frees_its_row(held, stream, where):
     first.close()
     target.gate.set()
     eventually(server.idle)
-    assert target.history == []
+    eventually(lambda: target.history == [])
     eventually(lambda: server.metric("requests_cancelled_total", reason="disconnected") >= 1)
     assert server.complete([3], max_tokens=4)["choices"][0]["finish_reason"] == "length"
 
