@@ -404,4 +404,4 @@ def test_an_abandoned_scoring_leaves_no_work(held):
     eventually(lambda: worker.running + worker.waiting == 0)
     target.gate.set()
     eventually(server.idle)
-    assert target.history == []
+    eventually(lambda: target.history == [])
