@@ -333,7 +333,11 @@ def test_proposals_keep_to_their_rows_and_limits(name: str) -> None:
         case.target.keep(order)
     drafter.keep(order)
     covered()
+    able = [drafter.able(row, list(c)) for row, c in enumerate(contexts)]  # and nothing changes
     again = drafter.propose([list(c) for c in contexts], [3, 3, 3], guide)
+    assert not any(tokens for on, tokens in zip(able, again.tokens, strict=True) if not on)
+    if name == "lookup":
+        assert able == list(map(bool, again.tokens))
     assert again.tokens[0] == again.tokens[2]
     fresh = CASES[name]()
     if fresh.drafter.target is not None:
